@@ -1,0 +1,1 @@
+"""Pure functions on tensors, each method once, and the catalogue that composes them into named algorithms."""

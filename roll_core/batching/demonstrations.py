@@ -1,0 +1,17 @@
+"""Demonstrations as samples, for the warm start."""
+
+from roll_core.types.sample import Sample
+
+
+def as_sample(prompt_ids: tuple[int, ...], completion_ids: tuple[int, ...]) -> Sample:
+    """A sample whose completion is to be imitated; it has no advantage and no sampler."""
+    zeros = (0.0,) * (len(prompt_ids) + len(completion_ids))
+    return Sample(
+        token_ids=prompt_ids + completion_ids,
+        trained=(False,) * len(prompt_ids) + (True,) * len(completion_ids),
+        advantages=zeros,
+        sampler_logprobs=zeros,
+        anchor_logprobs=(),
+        reference_logprobs=(),
+        oldest_weights_version=0,
+    )

@@ -1,0 +1,68 @@
+"""Which sample goes into which row of which micro-batch of which rank. Pure integers: no tensors here.
+
+Rows hold several sequences end to end (attention never crosses from one to the next). Every rank gets the same number of
+micro-batches, as collectives require, and about the same number of tokens.
+"""
+
+import bisect
+from dataclasses import dataclass
+
+Row = tuple[int, ...]
+"""Indices of the samples in one row."""
+MicroBatchPlan = tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class PackingLimits:
+    """`row_tokens=None`: rows as long as the longest sample."""
+
+    micro_batch_tokens: int
+    row_tokens: int | None
+    one_sequence_per_row: bool
+
+
+def plan_ranks(lengths: list[int], num_ranks: int, limits: PackingLimits) -> list[list[MicroBatchPlan]]:
+    """Micro-batches for each rank; blank ones (no rows) fill up ranks that would have fewer.
+
+    Example: plan_ranks([5, 3, 2], 1, PackingLimits(100, 5, False)) == [[((0,), (1, 2))]]
+    """
+    if not lengths:
+        return [[()] for _ in range(num_ranks)]
+    row_tokens = max(limits.row_tokens or 0, max(lengths))
+    rows = [(i,) for i in range(len(lengths))] if limits.one_sequence_per_row else pack_rows(lengths, row_tokens)
+    rows_per_micro_batch = max(1, limits.micro_batch_tokens // row_tokens)
+    ranks = [_chunks(share, rows_per_micro_batch) for share in _balance(rows, lengths, num_ranks)]
+    most = max(len(micro_batches) for micro_batches in ranks)
+    return [micro_batches + [()] * (most - len(micro_batches)) for micro_batches in ranks]
+
+
+def pack_rows(lengths: list[int], row_tokens: int) -> list[Row]:
+    """Best-fit decreasing: longest first, each into the fullest row with room for it. At most 11/9 of the fewest rows."""
+    rows: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (room left, row), sorted
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        place = bisect.bisect_left(rooms, (lengths[index], -1))
+        if place == len(rooms):
+            rows.append([])
+            room, row = row_tokens, len(rows) - 1
+        else:
+            room, row = rooms.pop(place)
+        rows[row].append(index)
+        bisect.insort(rooms, (room - lengths[index], row))
+    return [tuple(row) for row in rows]
+
+
+def _balance(rows: list[Row], lengths: list[int], num_ranks: int) -> list[list[Row]]:
+    """Longest processing time first: each row to the rank with the fewest tokens so far."""
+    shares: list[list[Row]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    tokens = {row: sum(lengths[i] for i in row) for row in rows}
+    for row in sorted(rows, key=lambda r: (-tokens[r], r)):
+        lightest = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
+        shares[lightest].append(row)
+        loads[lightest] += tokens[row]
+    return shares
+
+
+def _chunks(rows: list[Row], size: int) -> list[MicroBatchPlan]:
+    return [tuple(rows[start : start + size]) for start in range(0, len(rows), size)]

@@ -1,0 +1,171 @@
+"""From YAML files and `a.b=value` overrides to a validated RunConfig, or to one sentence that says what to change.
+
+`extends:` names files (relative to the one that says it) whose keys are taken first; later ones win over earlier.
+"""
+
+import difflib
+import types
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from roll_core.config.run import RunConfig
+from roll_core.errors import UserError
+
+Tree = dict[str, Any]
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """Read a run file, apply overrides in order, validate."""
+    tree = _read_tree(Path(path), ())
+    for override in overrides:
+        _apply_override(tree, override)
+    return validate_config(tree, str(path))
+
+
+def validate_config(tree: Tree, source: str) -> RunConfig:
+    """Validate a merged tree; paths become absolute so that every process of the run means the same place."""
+    try:
+        config = RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(f"{source}: {_explain(error)}") from None
+    return _with_absolute_paths(config)
+
+
+def _read_tree(path: Path, chain: tuple[Path, ...]) -> Tree:
+    path = path.resolve()
+    if path in chain:
+        raise UserError(f"extends: {path} extends itself through {' -> '.join(p.name for p in chain)}: remove one")
+    if not path.is_file():
+        asked_by = f"extends in {chain[-1]}" if chain else "config"
+        raise UserError(f"{asked_by}: no such file {path}{_nearest_file(path)}")
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise UserError(f"config: {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"config: {path} must hold keys and values, like 'name: quickstart'")
+    merged: Tree = {}
+    parents = tree.pop("extends", [])
+    for parent in [parents] if isinstance(parents, str) else parents:
+        merged = _merge(merged, _read_tree(path.parent / parent, (*chain, path)))
+    return _merge(merged, tree)
+
+
+def _nearest_file(path: Path) -> str:
+    if not path.parent.is_dir():
+        return ""
+    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()], n=1)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""
+
+
+def _merge(base: Tree, over: Tree) -> Tree:
+    merged = dict(base)
+    for key, value in over.items():
+        both_sections = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both_sections else value
+    return merged
+
+
+def _apply_override(tree: Tree, override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or not all(keys):
+        raise UserError(f"--set {override}: write it as key=value, for example --set rollout.group_size=8")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"--set {dotted}: '{text}' is not a value; quote it if it is text") from None
+    if isinstance(value, str):
+        value = _number_or_text(value)
+    for key in keys[:-1]:
+        child = tree.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise UserError(f"--set {dotted}: '{key}' is a value, not a section; set {key} itself")
+        tree = child
+    tree[keys[-1]] = value
+
+
+def _number_or_text(text: str) -> float | str:
+    """YAML 1.1 reads 3e-4 as text; people mean the number."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _explain(error: ValidationError) -> str:
+    """One sentence for the first thing that is wrong; how many more there are. A typo explains a missing key, so it goes first."""
+    first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+    rest = error.error_count() - 1
+    more = f" (and {rest} more)" if rest else ""
+    section, key = _locate(first["loc"])
+    dotted = ".".join(key)
+    match first["type"]:
+        case "extra_forbidden":
+            return f"{dotted} is not a key{_suggestion(section, key[-1])}{more}"
+        case "missing":
+            return f"{dotted} is required: add it{more}"
+        case "union_tag_invalid":
+            return f"{dotted}.kind is '{first['ctx']['tag']}', expected one of {first['ctx']['expected_tags']}{more}"
+        case "union_tag_not_found":
+            return f"{dotted}.kind is required: say which variant of {dotted} is meant{more}"
+        case "value_error":
+            return f"{dotted + ': ' if dotted else ''}{first['ctx']['error']}{more}"
+        case _:
+            message = first["msg"][0].lower() + first["msg"][1:]
+            return f"{dotted} is {first['input']!r}, but {message}{more}"
+
+
+def _locate(loc: tuple[int | str, ...]) -> tuple[type[BaseModel], list[str]]:
+    """The section an error is in, and its key path without the union tags pydantic puts in between."""
+    section: type[BaseModel] = RunConfig
+    key: list[str] = []
+    variants: dict[str, type[BaseModel]] = {}
+    for part in loc:
+        if part in variants:
+            section, variants = variants[cast(str, part)], {}
+            continue
+        key.append(str(part))
+        field = section.model_fields.get(str(part))
+        if field is None:
+            continue
+        members = [m for m in _union_members(field.annotation) if isinstance(m, type) and issubclass(m, BaseModel)]
+        if len(members) == 1:
+            section = members[0]
+        variants = {m.model_fields["kind"].default: m for m in members if "kind" in m.model_fields}
+    return section, key
+
+
+def _union_members(annotation: Any) -> tuple[Any, ...]:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def _suggestion(section: type[BaseModel], wrong: str) -> str:
+    names = list(section.model_fields)
+    near = difflib.get_close_matches(wrong, names, n=1, cutoff=0.5)
+    return f"; did you mean '{near[0]}'?" if near else f"; valid keys here: {', '.join(names)}"
+
+
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    store = config.store.model_copy(update={"uri": absolute_uri(config.store.uri)})
+    tracking_uri, sqlite = config.tracking.uri, "sqlite:///"
+    if tracking_uri.startswith(sqlite):
+        tracking_uri = sqlite + str(Path(tracking_uri.removeprefix(sqlite)).absolute())
+    tracking = config.tracking.model_copy(update={"uri": tracking_uri})
+    work_dir = str(Path(config.work_dir).absolute())
+    return config.model_copy(update={"store": store, "tracking": tracking, "work_dir": work_dir})
+
+
+def absolute_uri(uri: str) -> str:
+    """A store address that means the same from every working directory: 'roll-data/store' -> 'file:///.../roll-data/store'."""
+    protocol, separator, path = uri.partition("://")
+    if separator and protocol != "file":
+        return uri
+    return "file://" + str(Path(path if separator else uri).absolute())

@@ -1,0 +1,50 @@
+"""The policy: built from scratch (small, for a laptop and for tests) or read from a Hugging Face folder."""
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from roll_core.config.base import Section
+
+
+class Architecture(StrEnum):
+    QWEN3 = "qwen3"
+    LLAMA = "llama"
+
+
+class ScratchModel(Section):
+    """A randomly initialised model with a character tokenizer, both built in code: nothing is downloaded."""
+
+    kind: Literal["scratch"] = "scratch"
+    architecture: Architecture = Architecture.QWEN3
+    hidden_size: PositiveInt = 64
+    intermediate_size: PositiveInt = 192
+    num_layers: PositiveInt = 2
+    num_heads: PositiveInt = 4
+    num_kv_heads: PositiveInt = 2
+    max_positions: PositiveInt = 256
+    """Longest sequence, in tokens, prompt and completion together."""
+    init_std: float = 0.06
+    """Standard deviation of the initial weights; 0.02 is customary for large models, small ones learn faster with more."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self):
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"hidden_size ({self.hidden_size}) must be a multiple of num_heads ({self.num_heads})")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
+        return self
+
+
+class PretrainedModel(Section):
+    """A Hugging Face causal language model in a local folder (config.json, safetensors, tokenizer)."""
+
+    kind: Literal["pretrained"] = "pretrained"
+    path: str
+    """Folder that holds the model; it must exist on every node."""
+    max_positions: PositiveInt = 4096
+    """Longest sequence to train or generate, in tokens; at most what the model was built for."""
+
+
+ModelConfig = Annotated[ScratchModel | PretrainedModel, Field(discriminator="kind")]

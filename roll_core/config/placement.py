@@ -1,0 +1,55 @@
+"""Which role runs on which devices. The same devices: colocated. Disjoint devices: disaggregated."""
+
+from enum import StrEnum
+
+from pydantic import PositiveInt, model_validator
+
+from roll_core.config.base import Devices, Section
+
+
+class DeviceKind(StrEnum):
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class ClusterConfig(Section):
+    """The devices a leg holds, numbered node by node from 0."""
+
+    device: DeviceKind = DeviceKind.CPU
+    nodes: PositiveInt = 1
+    devices_per_node: PositiveInt = 1
+    """Accelerators per node; on CPU, the number of slots the roles share."""
+    threads_per_device: PositiveInt = 1
+    """CPU threads a role uses for each of its devices."""
+
+    @property
+    def num_devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+
+class PlacementConfig(Section):
+    trainer: Devices = (0,)
+    """One trainer rank per device."""
+    engines: Devices = (0,)
+    """One inference engine per device."""
+    reward_workers: PositiveInt = 1
+    """Processes that grade; they need no device."""
+
+    @model_validator(mode="after")
+    def _each_device_once(self):
+        for key, devices in (("trainer", self.trainer), ("engines", self.engines)):
+            if not devices:
+                raise ValueError(f"{key} needs at least one device")
+            if len(set(devices)) != len(devices):
+                raise ValueError(f"{key} names a device twice: {list(devices)}")
+        shared = set(self.trainer) & set(self.engines)
+        if shared and set(self.trainer) != set(self.engines):
+            raise ValueError(
+                f"trainer and engines share only some devices ({sorted(shared)}): "
+                "make the two lists equal (colocated) or disjoint (disaggregated)"
+            )
+        return self
+
+    @property
+    def colocated(self) -> bool:
+        return set(self.trainer) == set(self.engines)

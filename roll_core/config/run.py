@@ -1,0 +1,105 @@
+"""The whole of a run, and the checks that span sections: batch arithmetic and placement."""
+
+from pydantic import PositiveInt, model_validator
+
+from roll_core.config.algorithm import AlgorithmConfig, Grpo
+from roll_core.config.base import Section
+from roll_core.config.model import ModelConfig, ScratchModel
+from roll_core.config.placement import ClusterConfig, PlacementConfig
+from roll_core.config.problems import ArithmeticProblems, ExactMatch, ProblemsConfig, RewardConfig
+from roll_core.config.rollout import RolloutConfig
+from roll_core.config.services import (
+    CheckpointConfig,
+    DeadlinesConfig,
+    EvaluationConfig,
+    LegsConfig,
+    StoreConfig,
+    TrackingConfig,
+)
+from roll_core.config.training import TrainingConfig, WarmStartConfig
+
+
+class RunConfig(Section):
+    name: str
+    """Runs are numbered under this name: quickstart-1, quickstart-2, ..."""
+    seed: int = 0
+    """Every random choice is derived from this number and from where it is made."""
+    iterations: PositiveInt
+    model: ModelConfig = ScratchModel()
+    problems: ProblemsConfig = ArithmeticProblems()
+    reward: RewardConfig = ExactMatch()
+    warm_start: WarmStartConfig | None = None
+    """Supervised steps before the first iteration; null starts from the model as it is."""
+    algorithm: AlgorithmConfig = Grpo()
+    rollout: RolloutConfig = RolloutConfig()
+    training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    placement: PlacementConfig = PlacementConfig()
+    legs: LegsConfig = LegsConfig()
+    deadlines: DeadlinesConfig = DeadlinesConfig()
+    store: StoreConfig = StoreConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    work_dir: str = "roll-data/work"
+    """Scratch folder on a disk every node of a leg can reach: logs, the stage cache, the metrics spool."""
+
+    @property
+    def total_optimizer_steps(self) -> int:
+        return self.iterations * self.training.optimizer_steps
+
+    @model_validator(mode="after")
+    def _name_is_a_plain_word(self):
+        if not self.name or not all(c.isalnum() or c in "-_" for c in self.name):
+            raise ValueError(f"name ('{self.name}') may hold letters, digits, '-' and '_' only: it names folders")
+        return self
+
+    @model_validator(mode="after")
+    def _batch_arithmetic(self):
+        rollout, training = self.rollout, self.training
+        if rollout.group_size < 2:
+            raise ValueError(
+                f"rollout.group_size ({rollout.group_size}) must be at least 2: "
+                f"algorithm {self.algorithm.kind} compares the trajectories of one problem"
+            )
+        if rollout.num_groups % training.optimizer_steps:
+            raise ValueError(
+                f"rollout.num_groups ({rollout.num_groups}) must be a multiple of "
+                f"training.optimizer_steps ({training.optimizer_steps}): each step takes the same number of groups"
+            )
+        if rollout.max_new_tokens >= self.model.max_positions:
+            raise ValueError(
+                f"rollout.max_new_tokens ({rollout.max_new_tokens}) must be below model.max_positions "
+                f"({self.model.max_positions}), which also holds the prompt"
+            )
+        if training.micro_batch_tokens < self.model.max_positions:
+            raise ValueError(
+                f"training.micro_batch_tokens ({training.micro_batch_tokens}) must be at least model.max_positions "
+                f"({self.model.max_positions}), so that the longest sequence fits in a micro-batch"
+            )
+        if training.row_tokens is not None and training.row_tokens > training.micro_batch_tokens:
+            raise ValueError(
+                f"training.row_tokens ({training.row_tokens}) must be at most training.micro_batch_tokens "
+                f"({training.micro_batch_tokens})"
+            )
+        if rollout.temperature == 0:
+            raise ValueError("rollout.temperature must be above 0: greedy trajectories of a group are all the same")
+        per_step = rollout.num_groups // training.optimizer_steps * rollout.group_size
+        if per_step < len(self.placement.trainer):
+            raise ValueError(
+                f"rollout.num_groups x rollout.group_size / training.optimizer_steps ({per_step} trajectories a step) "
+                f"must be at least the number of placement.trainer devices ({len(self.placement.trainer)})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _placement_fits_cluster(self):
+        for key in ("trainer", "engines"):
+            devices = getattr(self.placement, key)
+            if max(devices) >= self.cluster.num_devices:
+                raise ValueError(
+                    f"placement.{key} names device {max(devices)}, but cluster.nodes ({self.cluster.nodes}) x "
+                    f"cluster.devices_per_node ({self.cluster.devices_per_node}) gives devices 0 to "
+                    f"{self.cluster.num_devices - 1}: raise devices_per_node or change placement.{key}"
+                )
+        return self

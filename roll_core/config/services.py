@@ -1,0 +1,59 @@
+"""What surrounds a run: store, tracking, legs, deadlines."""
+
+from enum import StrEnum
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+
+from roll_core.config.base import Section
+
+
+class StoreConfig(Section):
+    uri: str = "roll-data/store"
+    """Folder, file:// or s3:// address that holds artifacts and manifests."""
+
+
+class TrackingConfig(Section):
+    uri: str = "sqlite:///roll-data/mlflow.db"
+    """Any MLflow tracking address: sqlite:///FILE or http://HOST:PORT."""
+    experiment: str = "roll"
+    trajectory_samples: NonNegativeInt = 16
+    """Trajectories of an evaluation kept as a readable MLflow artifact."""
+    drain_seconds: PositiveFloat = 30.0
+    """How long the end of a leg waits for metrics still in the spool; what is left is uploaded by the next leg."""
+
+
+class Launcher(StrEnum):
+    LOCAL = "local"
+
+
+class LegsConfig(Section):
+    launcher: Launcher = Launcher.LOCAL
+    """Where legs run: a process on this machine, through submitit's local executor."""
+    max_failures: NonNegativeInt = 2
+    """Legs in a row that may fail without committing an iteration before the run gives up."""
+    time_limit_minutes: PositiveInt = 7 * 24 * 60
+    """Longest life of one leg."""
+
+
+class DeadlinesConfig(Section):
+    """Seconds after which a silent role is reported late, by name."""
+
+    start: PositiveFloat = 300.0
+    """Starting Ray and every role, models loaded."""
+    collect: PositiveFloat = 3600.0
+    prepare: PositiveFloat = 1800.0
+    update: PositiveFloat = 3600.0
+    publish: PositiveFloat = 600.0
+    evaluate: PositiveFloat = 3600.0
+    checkpoint: PositiveFloat = 1800.0
+
+
+class EvaluationConfig(Section):
+    every: PositiveInt = 5
+    """Iterations between evaluations; the first and the last policy are always evaluated."""
+    num_problems: PositiveInt = 256
+
+
+class CheckpointConfig(Section):
+    every: PositiveInt = 10
+    """Iterations between checkpoints. Iterations since the last one are replayed from stored rollouts on resume."""

@@ -1,0 +1,71 @@
+"""How the policy is updated, and how it is warm started."""
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from roll_core.config.base import Section
+
+
+class Decay(StrEnum):
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
+class Precision(StrEnum):
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Packing(StrEnum):
+    """ROWS fills each row with several sequences; NONE gives each sequence its own row."""
+
+    ROWS = "rows"
+    NONE = "none"
+
+
+class OptimizerConfig(Section):
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101)."""
+
+    learning_rate: PositiveFloat = 1e-6
+    beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
+    """0.95 rather than Adam's 0.999: RL gradients change fast."""
+    epsilon: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    max_gradient_norm: PositiveFloat = 1.0
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps over which the learning rate rises linearly to its value."""
+    decay: Decay = Decay.CONSTANT
+    """Shape of the learning rate after the warm-up, over all optimizer steps of the run."""
+    final_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Where linear and cosine decay end, as a share of learning_rate."""
+
+
+class TrainingConfig(Section):
+    backend: Literal["torch"] = "torch"
+    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer_steps: PositiveInt = 1
+    """Optimizer steps per iteration; the iteration's groups are split evenly between them."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Most tokens, padding included, in one forward-backward of one rank."""
+    packing: Packing = Packing.ROWS
+    row_tokens: PositiveInt | None = None
+    """Length of a packed row; null takes the longest sequence of the batch (least waste with masked attention)."""
+    logprob_chunk_tokens: PositiveInt = 4096
+    """Tokens whose logits exist at once; bounds memory at this times the vocabulary."""
+    precision: Precision = Precision.FLOAT32
+    """Arithmetic of the forward and backward pass; weights and optimizer state stay float32."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: about 30 % more compute for much less memory."""
+
+
+class WarmStartConfig(Section):
+    """Supervised steps on demonstrations before the first iteration, so that rewards are not all zero."""
+
+    steps: PositiveInt = 200
+    batch_size: PositiveInt = 64
+    """Demonstrations per step."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=3e-3, beta2=0.98, warmup_steps=20)

@@ -1,0 +1,1 @@
+"""Problems: seeded, resumable, held-out ones kept apart."""

@@ -1,0 +1,78 @@
+"""Digit puzzles: generated, verifiable, learnable by a very small model. Sort '40213>' -> '01234'; add '17+25=' -> '042'.
+
+A problem is held out when the digest of its text says so, so training and evaluation never share one.
+"""
+
+import hashlib
+import random
+from itertools import count as count_from
+
+from roll_core.config.problems import ArithmeticProblems, Puzzle
+from roll_core.errors import UserError
+from roll_core.seeds import derive_seed
+from roll_core.types.trajectory import Demonstration, Message, Problem, Speaker
+
+HELD_OUT_SHARE = 10
+"""One problem text in this many is held out."""
+
+
+class ArithmeticSource:
+    def __init__(self, config: ArithmeticProblems, seed: int):
+        self._config = config
+        self._seed = seed
+
+    def problem(self, index: int) -> Problem:
+        rng = random.Random(derive_seed(self._seed, "problem", index))
+        while True:
+            question, answer = self._draw(rng)
+            if not _is_held_out(question):
+                return self._as_problem(f"train/{index}", question, answer)
+
+    def held_out(self, count: int) -> list[Problem]:
+        """The evaluation set does not depend on the run's seed, so that runs can be compared."""
+        rng = random.Random(derive_seed(0, "held-out"))
+        found: dict[str, str] = {}
+        for draw in count_from():
+            question, answer = self._draw(rng)
+            if _is_held_out(question):
+                found[question] = answer
+            if len(found) == count:
+                break
+            if draw > 200 * count:
+                raise UserError(
+                    f"evaluation.num_problems ({count}) is more than problems.digits={self._config.digits} can give: "
+                    "lower it or raise problems.digits"
+                )
+        return [self._as_problem(f"held-out/{i}", question, answer) for i, (question, answer) in enumerate(found.items())]
+
+    def demonstration(self, index: int) -> Demonstration:
+        problem = self.problem(-1 - index)
+        rng = random.Random(derive_seed(self._seed, "demonstration", index))
+        wrong = rng.random() < self._config.demonstration_noise
+        return Demonstration(problem, self._shuffled(rng, problem.answer) if wrong else problem.answer)
+
+    def _draw(self, rng: random.Random) -> tuple[str, str]:
+        digits = self._config.digits
+        text = "".join(rng.choice("0123456789") for _ in range(digits))
+        match self._config.puzzle:
+            case Puzzle.SORT:
+                return f"{text}>", "".join(sorted(text))
+            case Puzzle.REVERSE:
+                return f"{text}<", text[::-1]
+            case Puzzle.ADD:
+                other = "".join(rng.choice("0123456789") for _ in range(digits))
+                return f"{text}+{other}=", str(int(text) + int(other)).zfill(digits + 1)
+
+    def _shuffled(self, rng: random.Random, answer: str) -> str:
+        """The right characters in a random order, or for a sum other digits: right in form, wrong in content."""
+        if self._config.puzzle is Puzzle.ADD:
+            return str(rng.randrange(2 * 10**self._config.digits - 1)).zfill(len(answer))
+        return "".join(rng.sample(answer, len(answer)))
+
+    def _as_problem(self, place: str, question: str, answer: str) -> Problem:
+        domain = self._config.puzzle.value
+        return Problem(f"{domain}/{place}", domain, (Message(Speaker.USER, question),), answer)
+
+
+def _is_held_out(question: str) -> bool:
+    return hashlib.blake2b(question.encode(), digest_size=8).digest()[0] % HELD_OUT_SHARE == 0

@@ -1,0 +1,1 @@
+"""Engines that generate tokens and adopt new weights while they do."""

@@ -1,0 +1,277 @@
+"""The `torch` inference engine: continuous batching over a Hugging Face model, on CPU or one GPU.
+
+Sequences being decoded occupy the first rows ("slots") of one key-value cache. After each step finished ones leave, the
+rest move up, and waiting requests fill the free slots, so that no finished sequence holds the batch.
+Shapes: B sequences, P prompts being prefilled, K key-value heads, T cached tokens, D head size, V vocabulary.
+"""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from roll_core.config.model import ModelConfig
+from roll_core.inference.base import InFlight, WeightsUpdate
+from roll_core.inference.requests import Completion, GenerationRequest
+from roll_core.models.causal_lm import build_model
+from roll_core.types.trajectory import Ending
+
+
+@dataclass
+class _Sequence:
+    """A request on its way: waiting until it has a slot, then growing a token a step."""
+
+    request: GenerationRequest
+    done: asyncio.Future[Completion]
+    uniforms: np.ndarray
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens whose keys are in the cache before the next step: all but the newest."""
+        return len(self.request.prompt_ids) + len(self.token_ids) - 1
+
+    def ending(self) -> Ending | None:
+        if self.token_ids and self.token_ids[-1] in self.request.stop_token_ids:
+            return Ending.STOP
+        return Ending.LENGTH if len(self.token_ids) == self.request.max_new_tokens else None
+
+    def finish(self, ending: Ending) -> None:
+        if not self.done.done():
+            self.done.set_result(
+                Completion(
+                    request_id=self.request.request_id,
+                    token_ids=tuple(self.token_ids),
+                    sampler_logprobs=tuple(self.logprobs),
+                    weights_versions=tuple(self.versions),
+                    ending=ending,
+                )
+            )
+
+
+class _SlotCache:
+    """Keys and values of every slot. Given to the model as its cache; the engine says which rows and positions a call writes."""
+
+    def __init__(self, num_layers: int, num_slots: int, num_kv_heads: int, max_tokens: int, head_dim: int, like: Tensor):
+        shape = (num_layers, 2, num_slots, num_kv_heads, max_tokens, head_dim)
+        self._kept = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        self._fresh: list[tuple[Tensor, Tensor]] = []
+        self._positions_B: Tensor | None = None
+        self._num_tokens = 0
+
+    def begin_prefill(self) -> None:
+        """The next call starts sequences: it sees only its own tokens, kept aside until slots are assigned."""
+        self._fresh, self._positions_B = [], None
+
+    def begin_decode(self, positions_B: Tensor, num_tokens: int) -> None:
+        """The next call adds one token to each of the first B slots, at these positions."""
+        self._positions_B, self._num_tokens = positions_B, num_tokens
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
+        """What the model calls with new keys and values [B, K, new tokens, D]; answers all it may look at."""
+        if self._positions_B is None:
+            self._fresh.append((keys, values))
+            return keys, values
+        rows_B = torch.arange(len(keys), device=keys.device)
+        kept_keys, kept_values = self._kept[layer]
+        kept_keys[rows_B, :, self._positions_B] = keys[:, :, 0]
+        kept_values[rows_B, :, self._positions_B] = values[:, :, 0]
+        return kept_keys[: len(keys), :, : self._num_tokens], kept_values[: len(keys), :, : self._num_tokens]
+
+    def keep_fresh(self, first_slot: int, prompt_of_slot: Tensor) -> None:
+        """Copy prefilled prompts into slots from `first_slot` on; several slots may share a prompt."""
+        slots = slice(first_slot, first_slot + len(prompt_of_slot))
+        for layer, (keys, values) in enumerate(self._fresh):
+            self._kept[layer, 0, slots, :, : keys.shape[2]] = keys[prompt_of_slot]
+            self._kept[layer, 1, slots, :, : keys.shape[2]] = values[prompt_of_slot]
+        self._fresh = []
+
+    def move_up(self, staying: list[int]) -> None:
+        """Slots that stay become the first ones, in order."""
+        self._kept[:, :, : len(staying)] = self._kept[:, :, staying]
+
+
+class TorchEngine:
+    def __init__(self, model: ModelConfig, *, seed: int, num_slots: int, device: torch.device, dtype: torch.dtype):
+        self._max_tokens = model.max_positions
+        self._num_slots = num_slots
+        self._device = device
+        self._model = build_model(model, seed).to(device, dtype).eval().requires_grad_(False)
+        self._parameters = dict(self._model.named_parameters())
+        self._cache: _SlotCache | None = None
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[_Sequence] = []
+        self._version = 0
+        self._admitting = True
+        self._loop_task: asyncio.Task[None] | None = None
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        longest = len(request.prompt_ids) + request.max_new_tokens
+        if longest > self._max_tokens:
+            raise ValueError(
+                f"request {request.request_id} may reach {longest} tokens, but model.max_positions is {self._max_tokens}"
+            )
+        done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        uniforms = np.random.Generator(np.random.Philox(request.seed)).random(request.max_new_tokens)
+        self._waiting.append(_Sequence(request, done, uniforms))
+        self._ensure_stepping()
+        return await done
+
+    async def abort(self, request_id: str) -> None:
+        for sequence in [*self._waiting, *self._running]:
+            if sequence.request.request_id == request_id:
+                sequence.finish(Ending.ABORTED)
+        self._waiting = deque(s for s in self._waiting if not s.done.done())
+        self._drop_finished()
+
+    async def adopt(self, weights: WeightsUpdate, in_flight: InFlight) -> None:
+        match in_flight:
+            case InFlight.FINISH:
+                self._admitting = False
+                await asyncio.gather(*(s.done for s in self._running))
+            case InFlight.ABORT:
+                for sequence in self._running:
+                    sequence.finish(Ending.ABORTED)
+                self._drop_finished()
+            case InFlight.CONTINUE:
+                pass
+        self._load(weights)
+        self._version = weights.version
+        self._admitting = True
+        self._ensure_stepping()
+
+    async def sleep(self) -> None:
+        assert not self._running and not self._waiting, "an engine with requests in flight must not sleep"
+        self._cache = None
+        if self._device.type == "cuda":
+            self._model.to("cpu")
+            torch.cuda.empty_cache()
+
+    async def wake(self) -> None:
+        self._model.to(self._device)
+        self._parameters = dict(self._model.named_parameters())
+
+    @torch.no_grad()
+    def _load(self, weights: WeightsUpdate) -> None:
+        missing = set(self._parameters)
+        for name, tensor in weights.tensors:
+            self._parameters[name].copy_(tensor)
+            missing.discard(name)
+        assert not missing, f"weights version {weights.version} lacks {sorted(missing)}"
+
+    def _ensure_stepping(self) -> None:
+        if self._loop_task is None or self._loop_task.done():
+            self._loop_task = asyncio.get_running_loop().create_task(self._step_until_idle())
+            self._loop_task.add_done_callback(self._pass_on_failure)
+
+    def _pass_on_failure(self, loop_task: asyncio.Task[None]) -> None:
+        """A step that raises fails every request it held, instead of leaving them waiting for ever."""
+        if loop_task.cancelled() or loop_task.exception() is None:
+            return
+        for sequence in [*self._waiting, *self._running]:
+            if not sequence.done.done():
+                sequence.done.set_exception(loop_task.exception())
+        self._waiting.clear()
+        self._running.clear()
+
+    async def _step_until_idle(self) -> None:
+        """Between steps the event loop runs, so that requests, aborts and new weights come in."""
+        while self._running or (self._waiting and self._admitting):
+            if self._running:
+                self._decode()
+            if self._waiting and self._admitting and len(self._running) < self._num_slots:
+                self._prefill()
+            await asyncio.sleep(0)
+
+    @torch.inference_mode()
+    def _prefill(self) -> None:
+        """Start waiting requests in the free slots. A prompt shared by several (a group) is computed once."""
+        starting = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._num_slots - len(self._running)))]
+        prompts = list(dict.fromkeys(s.request.prompt_ids for s in starting))
+        number = {prompt: i for i, prompt in enumerate(prompts)}
+        lengths_P = torch.tensor([len(p) for p in prompts])
+        longest = int(lengths_P.max())
+        token_ids_PT = torch.tensor([p + (0,) * (longest - len(p)) for p in prompts])
+        causal_TT = torch.ones(longest, longest, dtype=torch.bool, device=self._device).tril()
+        cache = self._open_cache()
+        cache.begin_prefill()
+        hidden = self._forward(
+            token_ids_PT, torch.arange(longest).expand(len(prompts), -1), causal_TT.expand(len(prompts), 1, -1, -1), cache
+        )
+        last_PH = hidden[torch.arange(len(prompts)), lengths_P - 1]
+        prompt_of_slot = torch.tensor([number[s.request.prompt_ids] for s in starting])
+        cache.keep_fresh(len(self._running), prompt_of_slot)
+        self._running += starting
+        self._sample(starting, self._logits(last_PH)[prompt_of_slot])
+
+    @torch.inference_mode()
+    def _decode(self) -> None:
+        """One more token for every running sequence."""
+        positions_B = torch.tensor([s.num_cached for s in self._running], device=self._device)
+        num_tokens = int(positions_B.max()) + 1
+        visible_BT = torch.arange(num_tokens, device=self._device) <= positions_B[:, None]
+        cache = self._open_cache()
+        cache.begin_decode(positions_B, num_tokens)
+        newest_B1 = torch.tensor([[s.token_ids[-1]] for s in self._running])
+        hidden = self._forward(newest_B1, positions_B[:, None], visible_BT[:, None, None, :], cache)
+        self._sample(self._running, self._logits(hidden[:, 0]))
+
+    def _forward(self, token_ids: Tensor, positions: Tensor, mask: Tensor, cache: _SlotCache) -> Tensor:
+        return self._model.base_model(
+            input_ids=token_ids.to(self._device),
+            attention_mask=mask,
+            position_ids=positions.to(self._device),
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+
+    def _logits(self, hidden_BH: Tensor) -> Tensor:
+        return self._model.get_output_embeddings()(hidden_BH).float()
+
+    def _sample(self, sequences: list[_Sequence], logits_BV: Tensor) -> None:
+        """Inverse-CDF sampling with each request's own random numbers: independent of who shares the batch."""
+        temperatures = [s.request.temperature for s in sequences]
+        scale_B1 = torch.tensor([[t or 1.0] for t in temperatures], device=self._device)
+        logprobs_BV = (logits_BV / scale_B1).log_softmax(dim=-1)
+        uniforms_B1 = torch.tensor([[s.uniforms[len(s.token_ids)]] for s in sequences], device=self._device)
+        cumulative_BV = logprobs_BV.double().exp().cumsum(dim=-1)
+        drawn_B1 = torch.searchsorted(cumulative_BV, uniforms_B1 * cumulative_BV[:, -1:], right=True)
+        drawn_B1 = drawn_B1.clamp(max=logits_BV.shape[-1] - 1)
+        greedy_B1 = torch.tensor([[t == 0] for t in temperatures], device=self._device)
+        tokens_B1 = torch.where(greedy_B1, logits_BV.argmax(dim=-1, keepdim=True), drawn_B1)
+        chosen_B = logprobs_BV.gather(1, tokens_B1).squeeze(1)
+        for sequence, token, logprob in zip(sequences, tokens_B1.squeeze(1).tolist(), chosen_B.tolist(), strict=True):
+            sequence.token_ids.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.versions.append(self._version)
+            ending = sequence.ending()
+            if ending is not None:
+                sequence.finish(ending)
+        self._drop_finished()
+
+    def _drop_finished(self) -> None:
+        staying = [slot for slot, sequence in enumerate(self._running) if not sequence.done.done()]
+        if len(staying) == len(self._running):
+            return
+        if staying and self._cache is not None:
+            self._cache.move_up(staying)
+        self._running = [self._running[slot] for slot in staying]
+
+    def _open_cache(self) -> _SlotCache:
+        if self._cache is None:
+            config = self._model.config
+            like = next(self._model.parameters())
+            self._cache = _SlotCache(
+                config.num_hidden_layers,
+                self._num_slots,
+                config.num_key_value_heads,
+                self._max_tokens,
+                config.head_dim if config.head_dim else config.hidden_size // config.num_attention_heads,
+                like,
+            )
+        return self._cache

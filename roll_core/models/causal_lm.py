@@ -1,0 +1,45 @@
+"""The Hugging Face model a config means. Weights of a scratch model depend only on the seed."""
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from roll_core.config.model import Architecture, ModelConfig, PretrainedModel, ScratchModel
+from roll_core.models import characters
+from roll_core.seeds import derive_seed
+
+
+def build_model(config: ModelConfig, seed: int) -> PreTrainedModel:
+    """A float32 model on the CPU, with attention that takes explicit masks."""
+    match config:
+        case ScratchModel():
+            return _from_scratch(config, seed)
+        case PretrainedModel():
+            return AutoModelForCausalLM.from_pretrained(
+                config.path, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+            )
+
+
+def _from_scratch(config: ScratchModel, seed: int) -> PreTrainedModel:
+    sizes = {
+        "vocab_size": len(characters.VOCABULARY),
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.hidden_size // config.num_heads,
+        "max_position_embeddings": config.max_positions,
+        "initializer_range": config.init_std,
+        "tie_word_embeddings": True,
+        "pad_token_id": characters.PAD,
+        "bos_token_id": None,
+        "eos_token_id": characters.EOS,
+        "attn_implementation": "sdpa",
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "model"))
+        match config.architecture:
+            case Architecture.QWEN3:
+                return Qwen3ForCausalLM(Qwen3Config(**sizes))
+            case Architecture.LLAMA:
+                return LlamaForCausalLM(LlamaConfig(**sizes))

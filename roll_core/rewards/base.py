@@ -1,0 +1,22 @@
+"""What a reward is, and which reward a config means."""
+
+from typing import Protocol
+
+from roll_core.config.problems import ExactMatch, NumberMatch, RewardConfig
+from roll_core.rewards.exact_match import ExactMatchReward
+from roll_core.rewards.number_match import NumberMatchReward
+from roll_core.types.trajectory import Problem, Score, Trajectory
+
+
+class Reward(Protocol):
+    async def __call__(self, problem: Problem, trajectory: Trajectory) -> Score:
+        """Grade one trajectory, or raise RewardError."""
+        ...
+
+
+def build_reward(config: RewardConfig) -> Reward:
+    match config:
+        case ExactMatch():
+            return ExactMatchReward(config.partial_credit)
+        case NumberMatch():
+            return NumberMatchReward(config.tolerance)

@@ -1,0 +1,60 @@
+"""An inference engine as a Ray actor. Requests and completions travel in lists, since a call costs more than a token."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import ray
+
+from roll_core.config.placement import DeviceKind
+from roll_core.config.run import RunConfig
+from roll_core.config.training import Precision
+from roll_core.inference.requests import Completion, GenerationRequest
+
+
+class EngineRole:
+    def __init__(self, config: RunConfig):
+        self._config = config
+
+    async def start(self) -> None:
+        import torch
+
+        from roll_core.inference.torch_engine import TorchEngine
+
+        config = self._config
+        torch.set_num_threads(config.cluster.threads_per_device)
+        bfloat16 = config.training.precision is Precision.BFLOAT16 and config.cluster.device is DeviceKind.CUDA
+        self._engine = TorchEngine(
+            config.model,
+            seed=config.seed,
+            num_slots=config.rollout.slots_per_engine,
+            device=torch.device(config.cluster.device.value),
+            dtype=torch.bfloat16 if bfloat16 else torch.float32,
+        )
+
+    async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
+        """Completions as they finish, those that finished together in one list."""
+        finished: asyncio.Queue[asyncio.Task[Completion]] = asyncio.Queue()
+        for request in requests:
+            asyncio.create_task(self._engine.generate(request)).add_done_callback(finished.put_nowait)
+        left = len(requests)
+        while left:
+            together = [await finished.get()]
+            while not finished.empty():
+                together.append(finished.get_nowait())
+            left -= len(together)
+            yield [task.result() for task in together]
+
+    async def adopt(self, version: int, buckets: list[ray.ObjectRef]) -> int:
+        """Take over weights from the object store; answers their size in bytes."""
+        from roll_core.inference.base import InFlight, WeightsUpdate
+        from roll_core.weights.buckets import unpack
+
+        fetched = [await bucket for bucket in buckets]
+        await self._engine.adopt(WeightsUpdate(version, unpack(fetched)), InFlight.FINISH)
+        return sum(bucket.data.nbytes for bucket in fetched)
+
+    async def sleep(self) -> None:
+        await self._engine.sleep()
+
+    async def wake(self) -> None:
+        await self._engine.wake()

@@ -1,0 +1,181 @@
+"""All roles of a leg behind one object: each stage of an iteration is one method, one request, one receipt.
+
+The tasks call it; it holds Ray handles and object references, never a batch or a tensor.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from roll_core.config.placement import DeviceKind
+from roll_core.config.run import RunConfig
+from roll_core.roles.engine_role import EngineRole
+from roll_core.roles.placement import reserve_devices
+from roll_core.roles.reward_role import RewardRole
+from roll_core.roles.scheduler_role import RemoteEngine, RemoteGrader, SchedulerRole
+from roll_core.roles.trainer_rank import TrainerRank
+from roll_core.roles.waiting import wait_for
+from roll_core.types.manifest import Collected, CollectRequest, Evaluated, Metrics, Published
+from roll_core.types.refs import CheckpointRef, RunRef
+
+ASYNC_CALLS = 1000
+"""Calls an asynchronous role may have under way; far above what a stage issues."""
+
+
+class Fleet:
+    """Use as a context manager: roles start on entry and are gone, with their Ray cluster, on exit."""
+
+    def __init__(self, run: RunRef, config: RunConfig, leg_dir: Path):
+        self._run = run
+        self._config = config
+        self._leg_dir = leg_dir
+        self._trajectories: dict[str, list[ray.ObjectRef]] = {}
+        self._engines_awake = True
+
+    def __enter__(self) -> "Fleet":
+        deadline_s = self._config.deadlines.start
+        self._start_ray()
+        devices = reserve_devices(self._config.cluster, self._config.placement, deadline_s)
+        config, store_uri, placement = self._config, self._run.store_uri, self._config.placement
+        off_device = {"num_cpus": 0, "max_concurrency": ASYNC_CALLS}
+        self._engines = {
+            f"engine {number}": ray.remote(EngineRole)
+            .options(**devices.options(device), max_concurrency=ASYNC_CALLS)
+            .remote(config)
+            for number, device in enumerate(placement.engines)
+        }
+        self._rewards = {
+            f"reward worker {number}": ray.remote(RewardRole).options(**off_device).remote(config)
+            for number in range(placement.reward_workers)
+        }
+        self._ranks = {
+            f"trainer rank {rank}": ray.remote(TrainerRank)
+            .options(**devices.options(device))
+            .remote(config, store_uri, self._leg_dir, rank, len(placement.trainer))
+            for rank, device in enumerate(placement.trainer)
+        }
+        self._scheduler = (
+            ray.remote(SchedulerRole)
+            .options(**off_device)
+            .remote(
+                config,
+                store_uri,
+                [RemoteEngine(name, actor) for name, actor in self._engines.items()],
+                [RemoteGrader(name, actor) for name, actor in self._rewards.items()],
+            )
+        )
+        self._start_roles(deadline_s)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ray.shutdown()
+
+    def warm_start(self) -> Metrics:
+        self._lend_devices_to_trainer()
+        calls = {name: rank.warm_start.remote("warm_start") for name, rank in self._ranks.items()}
+        return self._from_rank_0(wait_for(calls, "update", self._config.deadlines.update))
+
+    def restore(self, checkpoint: CheckpointRef, first_checkpoint: CheckpointRef) -> None:
+        self._lend_devices_to_trainer()
+        calls = {name: rank.restore.remote(checkpoint, first_checkpoint) for name, rank in self._ranks.items()}
+        wait_for(calls, "checkpoint", self._config.deadlines.checkpoint)
+
+    def collect(self, request: CollectRequest) -> Collected:
+        self._lend_devices_to_engines()
+        # The scheduler keeps the deadline itself, since it knows which engine is late; this wait only covers its death.
+        calls = {"rollout scheduler": self._scheduler.collect.remote(request)}
+        answer = wait_for(calls, "collect", 1.1 * self._config.deadlines.collect)
+        collected, self._trajectories[request.request_id] = answer["rollout scheduler"]
+        return collected
+
+    def prepare(self, collected: Collected) -> tuple[int, int]:
+        """Samples and trained tokens of the prepared batch."""
+        self._lend_devices_to_trainer()
+        calls = {name: rank.prepare.remote(*self._batch(collected)) for name, rank in self._ranks.items()}
+        return self._from_rank_0(wait_for(calls, "prepare", self._config.deadlines.prepare))
+
+    def update(self, collected: Collected) -> Metrics:
+        self._lend_devices_to_trainer()
+        calls = {name: rank.update.remote(*self._batch(collected)) for name, rank in self._ranks.items()}
+        metrics = self._from_rank_0(wait_for(calls, "update", self._config.deadlines.update))
+        self._trajectories.pop(collected.request.request_id, None)
+        return metrics
+
+    def publish(self, version: int) -> Published:
+        calls = {name: rank.bucket_weights.remote() for name, rank in self._ranks.items()}
+        buckets = self._from_rank_0(wait_for(calls, "publish", self._config.deadlines.publish))
+        self._lend_devices_to_engines()
+        adoptions = {name: engine.adopt.remote(version, buckets) for name, engine in self._engines.items()}
+        num_bytes = wait_for(adoptions, "publish", self._config.deadlines.publish)
+        return Published(weights_version=version, num_bytes=sum(num_bytes.values()))
+
+    def evaluate(self, weights_version: int) -> Evaluated:
+        self._lend_devices_to_engines()
+        calls = {"rollout scheduler": self._scheduler.evaluate.remote(weights_version)}
+        return wait_for(calls, "evaluate", 1.1 * self._config.deadlines.evaluate)["rollout scheduler"]
+
+    def checkpoint(self, iteration: int, weights_version: int) -> CheckpointRef:
+        calls = {name: rank.checkpoint.remote(iteration) for name, rank in self._ranks.items()}
+        answers = wait_for(calls, "checkpoint", self._config.deadlines.checkpoint)
+        files = tuple(file for files in answers.values() for file in files)
+        return CheckpointRef(iteration=iteration, weights_version=weights_version, files=files)
+
+    def _start_ray(self) -> None:
+        cluster = self._config.cluster
+        on_gpu = cluster.device is DeviceKind.CUDA
+        # Roles must not depend on where the leg was started, nor on what else is importable there.
+        environment = {"PYTHONPATH": os.pathsep.join(_import_paths()), "PYTHONWARNINGS": "ignore"}
+        ray.init(
+            address="local",
+            num_cpus=cluster.num_devices + 1,
+            num_gpus=cluster.num_devices if on_gpu else 0,
+            include_dashboard=False,
+            log_to_driver=False,
+            runtime_env={"env_vars": environment},
+        )
+
+    def _start_roles(self, deadline_s: float) -> None:
+        calls = {name: actor.start.remote() for name, actor in (self._engines | self._rewards).items()}
+        calls["rollout scheduler"] = self._scheduler.start.remote()
+        first_rank = next(iter(self._ranks.values()))
+        meeting_point = wait_for({"trainer rank 0": first_rank.meeting_point.remote()}, "start", deadline_s)["trainer rank 0"]
+        calls |= {name: rank.start.remote(meeting_point) for name, rank in self._ranks.items()}
+        wait_for(calls, "start", deadline_s)
+        self._write_process_list()
+
+    def _write_process_list(self) -> None:
+        """Who is who among the processes of this leg: for a person with a debugger, and for tests that kill."""
+        actors: dict[str, ActorHandle] = self._engines | self._rewards | self._ranks | {"rollout scheduler": self._scheduler}
+        pids = {name: actor.__ray_call__.remote(lambda _: os.getpid()) for name, actor in actors.items()}
+        processes = wait_for(pids, "start", self._config.deadlines.start) | {"leg": os.getpid()}
+        (self._leg_dir / "processes.json").write_text(json.dumps(processes, indent=1))
+
+    def _batch(self, collected: Collected) -> tuple[Collected, ray.ObjectRef | None]:
+        refs = self._trajectories.get(collected.request.request_id)
+        return collected, refs[0] if refs else None
+
+    def _from_rank_0(self, answers: dict[str, Any]) -> Any:
+        return answers["trainer rank 0"]
+
+    def _lend_devices_to_trainer(self) -> None:
+        if self._config.placement.colocated and self._engines_awake:
+            sleeping = {name: engine.sleep.remote() for name, engine in self._engines.items()}
+            wait_for(sleeping, "publish", self._config.deadlines.publish)
+            self._engines_awake = False
+
+    def _lend_devices_to_engines(self) -> None:
+        if not self._engines_awake:
+            waking = {name: engine.wake.remote() for name, engine in self._engines.items()}
+            wait_for(waking, "publish", self._config.deadlines.publish)
+            self._engines_awake = True
+
+
+def _import_paths() -> list[str]:
+    root = Path(__file__).resolve().parents[2]
+    return [str(root), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+
+

@@ -1,0 +1,79 @@
+"""The rollout scheduler as a Ray actor: batches go from here to the trainer as object references, and to the store."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import ray
+from ray.actor import ActorHandle
+
+from roll_core.config.run import RunConfig
+from roll_core.data.problem_source import build_source
+from roll_core.inference.requests import Completion, GenerationRequest
+from roll_core.rollout import metrics
+from roll_core.rollout.renderer import build_renderer
+from roll_core.rollout.scheduler import RolloutScheduler
+from roll_core.store.object_store import ObjectStore
+from roll_core.store.rollouts import encode_trajectories
+from roll_core.types.manifest import Collected, CollectRequest, Evaluated
+from roll_core.types.refs import ArtifactKind
+from roll_core.types.trajectory import Failure, Problem, Score, Trajectory
+
+
+@dataclass(frozen=True)
+class RemoteEngine:
+    name: str
+    actor: ActorHandle
+
+    async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
+        async for finished in self.actor.generate.options(num_returns="streaming").remote(requests):
+            yield await finished
+
+
+@dataclass(frozen=True)
+class RemoteGrader:
+    name: str
+    actor: ActorHandle
+
+    async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure]:
+        return await self.actor.grade.remote(items)
+
+
+class SchedulerRole:
+    def __init__(self, config: RunConfig, store_uri: str, engines: list[RemoteEngine], graders: list[RemoteGrader]):
+        self._config = config
+        self._store = ObjectStore(store_uri)
+        self._scheduler = RolloutScheduler(
+            config.rollout,
+            seed=config.seed,
+            source=build_source(config.problems, config.seed),
+            renderer=build_renderer(config.model),
+            engines=engines,
+            graders=graders,
+        )
+
+    async def start(self) -> None:
+        """Answering shows that the process is up."""
+
+    async def collect(self, request: CollectRequest) -> tuple[Collected, list[ray.ObjectRef]]:
+        """The receipt, and the trajectories as a reference (in a list, so that Ray does not fetch them for the caller)."""
+        trajectories = await self._scheduler.collect(request, self._config.deadlines.collect)
+        collected = Collected(
+            request=request,
+            trajectories=self._store.put(encode_trajectories(trajectories), ArtifactKind.TRAJECTORIES),
+            num_trajectories=len(trajectories),
+            num_failed=sum(t.failure is not None for t in trajectories),
+            num_tokens=sum(t.num_completion_tokens for t in trajectories),
+            metrics=metrics.describe(trajectories, request.weights_version),
+        )
+        return collected, [ray.put(trajectories)]
+
+    async def evaluate(self, weights_version: int) -> Evaluated:
+        num_problems = self._config.evaluation.num_problems
+        trajectories = await self._scheduler.evaluate(num_problems, self._config.deadlines.evaluate)
+        return Evaluated(
+            weights_version=weights_version,
+            num_problems=num_problems,
+            accuracy=metrics.accuracy(trajectories),
+            trajectories=self._store.put(encode_trajectories(trajectories), ArtifactKind.TRAJECTORIES),
+            metrics={"accuracy/held_out": metrics.accuracy(trajectories)},
+        )

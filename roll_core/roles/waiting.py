@@ -1,0 +1,39 @@
+"""Every wait on a role has a deadline, and its error names who was late or who died."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from roll_core.errors import DeadlineExceeded, RoleDied, RollError
+
+
+def wait_for(pending: Mapping[str, ray.ObjectRef], stage: str, deadline_s: float) -> dict[str, Any]:
+    """Answers by name. The first failure ends the wait, since the others may then be stuck in a collective with the dead one."""
+    name_of = {ref: name for name, ref in pending.items()}
+    answers: dict[str, Any] = {}
+    ends_at = time.monotonic() + deadline_s
+    waiting = list(name_of)
+    while waiting:
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, ends_at - time.monotonic()))
+        if not ready:
+            late = ", ".join(sorted(name_of[ref] for ref in waiting))
+            raise DeadlineExceeded(f"deadlines.{stage}: no answer after {deadline_s:.0f} s from {late}")
+        for ref in ready:
+            answers[name_of[ref]] = _answer(ref, name_of[ref], stage)
+    return {name: answers[name] for name in pending}
+
+
+def _answer(ref: ray.ObjectRef, name: str, stage: str) -> Any:
+    try:
+        return ray.get(ref)
+    except ray.exceptions.ActorDiedError:
+        raise RoleDied(f"{name} died during {stage}") from None
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, RollError):
+            raise cause from None
+        if isinstance(cause, ray.exceptions.ActorDiedError):
+            raise RoleDied(f"a role that {name} needs died during {stage}") from None
+        raise

@@ -1,0 +1,1 @@
+"""The life of every sample: drawn, generated, graded, grouped."""

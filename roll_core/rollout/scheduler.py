@@ -1,0 +1,165 @@
+"""Turns a request for groups into graded trajectories: every attempt generated, graded the moment it ends, put in its group.
+
+Knows engines and graders only as the two protocols below; the roles on Ray and the tests' in-process ones both fit.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from roll_core.config.rollout import RolloutConfig
+from roll_core.data.problem_source import ProblemSource
+from roll_core.errors import DeadlineExceeded
+from roll_core.inference.requests import Completion, GenerationRequest
+from roll_core.rollout.renderer import Renderer
+from roll_core.seeds import derive_seed
+from roll_core.types.manifest import CollectRequest
+from roll_core.types.trajectory import Ending, Failure, Problem, Score, Trajectory, Turn
+
+GRADED_AT_ONCE = 64
+"""Trajectories sent to a grader in one call: few calls, yet grading starts while generation goes on."""
+
+
+class EngineClient(Protocol):
+    name: str
+
+    def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
+        """Completions in the order they finish, several at a time."""
+        ...
+
+
+class GraderClient(Protocol):
+    name: str
+
+    async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure]:
+        """One answer per item, in order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One trajectory to be: which problem, which place in its group, and what is asked of the engine."""
+
+    problem: Problem
+    group: int
+    number: int
+    request: GenerationRequest
+
+
+class RolloutScheduler:
+    def __init__(
+        self,
+        config: RolloutConfig,
+        *,
+        seed: int,
+        source: ProblemSource,
+        renderer: Renderer,
+        engines: Sequence[EngineClient],
+        graders: Sequence[GraderClient],
+    ):
+        self._config = config
+        self._seed = seed
+        self._source = source
+        self._renderer = renderer
+        self._engines = engines
+        self._graders = graders
+        self._next_grader = 0
+
+    async def collect(self, request: CollectRequest, deadline_s: float) -> list[Trajectory]:
+        """The groups a request names, in order, every attempt graded or carrying its failure."""
+        problems = [self._source.problem(request.first_problem + i) for i in range(request.num_groups)]
+        attempts = [
+            self._attempt(problem, group, number, self._config.temperature, ("collect", request.iteration))
+            for group, problem in enumerate(problems)
+            for number in range(self._config.group_size)
+        ]
+        return await self._run(attempts, deadline_s, "collect")
+
+    async def evaluate(self, num_problems: int, deadline_s: float) -> list[Trajectory]:
+        """One greedy attempt at each held-out problem."""
+        problems = self._source.held_out(num_problems)
+        attempts = [self._attempt(problem, group, 0, 0.0, ("evaluate",)) for group, problem in enumerate(problems)]
+        return await self._run(attempts, deadline_s, "evaluate")
+
+    def _attempt(
+        self, problem: Problem, group: int, number: int, temperature: float, place: tuple[str | int, ...]
+    ) -> Attempt:
+        request = GenerationRequest(
+            request_id=f"{group}/{number}",
+            prompt_ids=self._renderer.prompt(problem.messages),
+            max_new_tokens=self._config.max_new_tokens,
+            temperature=temperature,
+            stop_token_ids=self._renderer.stop_token_ids,
+            seed=derive_seed(self._seed, *place, problem.problem_id, number),
+        )
+        return Attempt(problem, group, number, request)
+
+    async def _run(self, attempts: list[Attempt], deadline_s: float, stage: str) -> list[Trajectory]:
+        shares = self._share_out(attempts)
+        unfinished = {engine.name: len(share) for engine, share in zip(self._engines, shares, strict=True)}
+        try:
+            async with asyncio.timeout(deadline_s):
+                finished = await asyncio.gather(
+                    *(self._run_on(engine, share, unfinished) for engine, share in zip(self._engines, shares, strict=True))
+                )
+        except TimeoutError:
+            late = ", ".join(f"{name} ({left} of {len(attempts)} attempts)" for name, left in unfinished.items() if left)
+            raise DeadlineExceeded(
+                f"deadlines.{stage}: after {deadline_s:.0f} s still waiting for {late or 'the reward workers'}"
+            ) from None
+        return sorted((t for share in finished for t in share), key=lambda t: (t.group, t.attempt))
+
+    def _share_out(self, attempts: list[Attempt]) -> list[list[Attempt]]:
+        """Whole groups to each engine in turn, so that a group's prompt is computed once."""
+        shares: list[list[Attempt]] = [[] for _ in self._engines]
+        for attempt in attempts:
+            shares[attempt.group % len(shares)].append(attempt)
+        return shares
+
+    async def _run_on(self, engine: EngineClient, share: list[Attempt], unfinished: dict[str, int]) -> list[Trajectory]:
+        if not share:
+            return []
+        attempt_of = {attempt.request.request_id: attempt for attempt in share}
+        grading: list[asyncio.Task[list[Trajectory]]] = []
+        async for completions in engine.generate([attempt.request for attempt in share]):
+            ended = [self._as_trajectory(attempt_of[c.request_id], c) for c in completions]
+            unfinished[engine.name] -= len(ended)
+            for start in range(0, len(ended), GRADED_AT_ONCE):
+                grading.append(asyncio.create_task(self._grade(ended[start : start + GRADED_AT_ONCE])))
+        return [trajectory for graded in await asyncio.gather(*grading) for trajectory in graded]
+
+    def _as_trajectory(self, attempt: Attempt, completion: Completion) -> tuple[Problem, Trajectory]:
+        turn = Turn(
+            prompt_ids=attempt.request.prompt_ids,
+            completion_ids=completion.token_ids,
+            sampler_logprobs=completion.sampler_logprobs,
+            weights_versions=completion.weights_versions,
+            text=self._renderer.text(completion.token_ids),
+        )
+        problem = attempt.problem
+        aborted = Failure("generate", "aborted") if completion.ending is Ending.ABORTED else None
+        return problem, Trajectory(
+            problem_id=problem.problem_id,
+            domain=problem.domain,
+            group=attempt.group,
+            attempt=attempt.number,
+            turns=(turn,),
+            ending=completion.ending,
+            score=None,
+            failure=aborted,
+        )
+
+    async def _grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Trajectory]:
+        whole = [item for item in items if item[1].failure is None]
+        broken = [trajectory for _, trajectory in items if trajectory.failure is not None]
+        grader = self._graders[self._next_grader % len(self._graders)]
+        self._next_grader += 1
+        answers = await grader.grade(whole)
+        return broken + [_graded(trajectory, answer) for (_, trajectory), answer in zip(whole, answers, strict=True)]
+
+
+def _graded(trajectory: Trajectory, answer: Score | Failure) -> Trajectory:
+    if isinstance(answer, Failure):
+        return replace(trajectory, failure=answer)
+    return replace(trajectory, score=answer)

@@ -1,0 +1,1 @@
+"""Artifacts by digest, manifests by conditional create, on any fsspec filesystem. Torch-free."""

@@ -1,0 +1,81 @@
+"""Runs in the store: opened once, found by name, advanced by committing manifests. "Latest" is derived, never written."""
+
+import json
+
+from roll_core.config.load import validate_config
+from roll_core.config.run import RunConfig
+from roll_core.errors import IterationTaken, UserError
+from roll_core.store.object_store import AlreadyExists, ObjectStore
+from roll_core.types.manifest import NO_PARENT, Manifest
+from roll_core.types.refs import RunRef, digest_of, record_digest
+
+
+def open_run(store: ObjectStore, config: RunConfig) -> RunRef:
+    """Claim the next free number under the config's name and store the resolved config there."""
+    config_json = config.model_dump_json(indent=1).encode()
+    number = 1 + max((_run_number(run_id, config.name) for run_id in store.list("runs")), default=0)
+    while True:
+        run_id = f"{config.name}-{number}"
+        try:
+            store.create(f"runs/{run_id}/config.json", config_json)
+        except AlreadyExists:
+            number += 1
+            continue
+        return RunRef(run_id=run_id, store_uri=store.uri, config_digest=digest_of(config_json))
+
+
+def find_run(store: ObjectStore, run_id: str) -> RunRef:
+    """The run of that name."""
+    try:
+        config_json = store.read(f"runs/{run_id}/config.json")
+    except FileNotFoundError:
+        known = ", ".join(list(store.list("runs"))[-8:]) or "none yet"
+        raise UserError(f"RUN: there is no run '{run_id}' in {store.uri}; runs there: {known}") from None
+    return RunRef(run_id=run_id, store_uri=store.uri, config_digest=digest_of(config_json))
+
+
+def read_config(run: RunRef) -> RunConfig:
+    """The config a run was opened with, checked against the digest the ref carries."""
+    config_json = ObjectStore(run.store_uri).read(f"runs/{run.run_id}/config.json")
+    if digest_of(config_json) != run.config_digest:
+        raise UserError(f"runs/{run.run_id}/config.json in {run.store_uri} was changed after the run was opened")
+    return validate_config(json.loads(config_json), f"runs/{run.run_id}/config.json")
+
+
+def commit(store: ObjectStore, manifest: Manifest) -> None:
+    """Make an iteration have happened. Of two writers one succeeds; the other is told to stop."""
+    try:
+        store.create(_manifest_name(manifest.run_id, manifest.iteration), manifest.model_dump_json().encode())
+    except AlreadyExists:
+        raise IterationTaken(
+            f"iteration {manifest.iteration} of {manifest.run_id} was committed by another leg: this leg stops, "
+            "nothing of it was mixed in"
+        ) from None
+
+
+def read_chain(store: ObjectStore, run_id: str, *, after: int = -1) -> list[Manifest]:
+    """Committed manifests in order, each checked to name its predecessor; it ends where the chain is broken.
+
+    With `after`, only those past that iteration (the link to the earlier ones is then taken on trust).
+    """
+    chain: list[Manifest] = []
+    for name in store.list(f"runs/{run_id}/iterations"):
+        if int(name.removesuffix(".json")) <= after:
+            continue
+        manifest = Manifest.model_validate_json(store.read(f"runs/{run_id}/iterations/{name}"))
+        expected_iteration = chain[-1].iteration + 1 if chain else after + 1
+        expected_parent = record_digest(chain[-1]) if chain else NO_PARENT
+        linked = manifest.parent == expected_parent or (not chain and after >= 0)
+        if manifest.iteration != expected_iteration or not linked:
+            break
+        chain.append(manifest)
+    return chain
+
+
+def _manifest_name(run_id: str, iteration: int) -> str:
+    return f"runs/{run_id}/iterations/{iteration:08d}.json"
+
+
+def _run_number(run_id: str, name: str) -> int:
+    stem, _, number = run_id.rpartition("-")
+    return int(number) if stem == name and number.isdigit() else 0

@@ -1,0 +1,1 @@
+"""Backends that compute logprobs and gradients, and move the policy."""

@@ -1,0 +1,20 @@
+"""Learning rate by step: a pure function, so that a resumed run needs only the step number."""
+
+import math
+
+from roll_core.config.training import Decay, OptimizerConfig
+
+
+def learning_rate_at(step: int, config: OptimizerConfig, total_steps: int) -> float:
+    """Rate of the step-th optimizer step (from 0). Example: warmup_steps=4 gives 1/4, 2/4, 3/4, 1 of the rate, then decay."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    match config.decay:
+        case Decay.CONSTANT:
+            share = 1.0
+        case Decay.LINEAR:
+            share = 1 - progress
+        case Decay.COSINE:
+            share = (1 + math.cos(math.pi * progress)) / 2
+    return config.learning_rate * (config.final_fraction + (1 - config.final_fraction) * share)

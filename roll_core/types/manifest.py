@@ -1,0 +1,124 @@
+"""Receipts of the stages, and the manifest that makes an iteration have happened.
+
+Flows pass receipts between tasks and decide by them; a manifest names everything an iteration produced and is
+written last. A run is the chain of its manifests.
+"""
+
+from pydantic import Field
+
+from roll_core.types.refs import ArtifactRef, CheckpointRef, Record
+
+Metrics = dict[str, float]
+"""Quantities by name, `area/quantity`: {"reward/mean": 0.41, "update/clip_fraction": 0.02}."""
+
+
+class Receipt(Record):
+    """What a stage answers. `seconds` is filled in by the task that ran it."""
+
+    seconds: float = 0.0
+    metrics: Metrics = Field(default_factory=dict)
+
+
+class CollectRequest(Record):
+    """Which groups to generate: problems `first_problem` to `first_problem + num_groups`, by weights `weights_version`.
+
+    `parent` is the digest of the manifest this iteration builds on, so that the same request means the same rollouts.
+
+    Example: CollectRequest(iteration=4, parent="ab12...", weights_version=3, first_problem=96, num_groups=32)
+    """
+
+    iteration: int
+    parent: str
+    weights_version: int
+    first_problem: int
+    num_groups: int
+
+    @property
+    def request_id(self) -> str:
+        return f"{self.iteration}/{self.parent[:16]}"
+
+
+class Collected(Receipt):
+    """A batch of finished groups, in the store and in the roles' memory."""
+
+    request: CollectRequest
+    trajectories: ArtifactRef
+    num_trajectories: int
+    num_failed: int
+    num_tokens: int
+
+
+class Prepared(Receipt):
+    """Samples with advantages and the logprobs the algorithm declared, resident with the trainer ranks."""
+
+    collected: Collected
+    num_samples: int
+    num_trained_tokens: int
+
+
+class Updated(Receipt):
+    """The optimizer has moved: the trainer now holds `weights_version`."""
+
+    iteration: int
+    weights_version: int
+
+
+class Published(Receipt):
+    """Every engine generates with `weights_version` from here on."""
+
+    weights_version: int
+    num_bytes: int
+
+
+class Evaluated(Receipt):
+    """Held-out accuracy of `weights_version`, greedy."""
+
+    weights_version: int
+    num_problems: int
+    accuracy: float
+    trajectories: ArtifactRef
+
+
+class Checkpointed(Receipt):
+    checkpoint: CheckpointRef
+
+
+class Manifest(Record):
+    """One committed iteration. Iteration 0 is the policy training starts from (after any warm start).
+
+    Example: Manifest(run_id="quickstart-3", iteration=4, parent="ab12...", config_digest="1b4f...", leg=1,
+    weights_version=4, next_problem=128, collected=Collected(...), evaluated=None, checkpoint=None,
+    metrics={"reward/mean": 0.41}, timings={"collect": 0.3, "update": 0.2}, committed_at="2026-11-15T09:30:00+00:00")
+    """
+
+    run_id: str
+    iteration: int
+    parent: str
+    config_digest: str
+    leg: int
+    weights_version: int
+    next_problem: int
+    collected: Collected | None
+    evaluated: Evaluated | None
+    checkpoint: CheckpointRef | None
+    metrics: Metrics
+    timings: dict[str, float]
+    committed_at: str
+
+
+NO_PARENT = ""
+"""The parent of iteration 0."""
+
+
+class LegEnded(Record):
+    """Why a leg ended, as the outer flow reads it. `stopped` means a person or a signal asked it to.
+
+    Example: LegEnded(run_id="quickstart-3", leg=1, last_iteration=40, finished=True, stopped=False, cause="")
+    """
+
+    run_id: str
+    leg: int
+    last_iteration: int
+    finished: bool
+    stopped: bool
+    cause: str

@@ -1,0 +1,77 @@
+"""Names of things that live in the store. Everything large is named by the digest of its bytes.
+
+Used by every receipt and manifest; holds no bytes itself.
+"""
+
+import hashlib
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Record(BaseModel):
+    """Base of what is written to disk or sent between processes: frozen, and strict about unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+def digest_of(data: bytes) -> str:
+    """SHA-256 in hexadecimal: the name of an artifact."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def record_digest(record: Record) -> str:
+    """Digest of a record's JSON, for example to name a parent manifest."""
+    return digest_of(record.model_dump_json().encode())
+
+
+class ArtifactKind(StrEnum):
+    TRAJECTORIES = "trajectories"
+    CHECKPOINT_FILE = "checkpoint-file"
+    REPORT = "report"
+
+
+class ArtifactRef(Record):
+    """An immutable object in the store.
+
+    Example: ArtifactRef(kind="trajectories", digest="9f86d081...", size=18433)
+    """
+
+    kind: ArtifactKind
+    digest: str
+    size: int
+
+
+class CheckpointFile(Record):
+    """One file of a checkpoint folder, by its name there.
+
+    Example: CheckpointFile(name="__0_0.distcp", artifact=ArtifactRef(...))
+    """
+
+    name: str
+    artifact: ArtifactRef
+
+
+class CheckpointRef(Record):
+    """Weights and optimizer state after an iteration, as the files of a torch.distributed.checkpoint folder.
+
+    Example: CheckpointRef(iteration=10, weights_version=10, files=(CheckpointFile(...), CheckpointFile(...)))
+    """
+
+    iteration: int
+    weights_version: int
+    files: tuple[CheckpointFile, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(file.artifact.size for file in self.files)
+
+
+class RunRef(Record):
+    """Where a run lives. Enough, with the store, to find its config and everything it committed.
+
+    Example: RunRef(run_id="quickstart-3", store_uri="file:///home/ada/roll-data", config_digest="1b4f0e98...")
+    """
+
+    run_id: str
+    store_uri: str
+    config_digest: str

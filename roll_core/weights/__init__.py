@@ -1,0 +1,1 @@
+"""Moves numbered weights from trainers to engines; neither side knows the other."""
