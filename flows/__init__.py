@@ -1,0 +1,1 @@
+"""What happens, in order. Prefect flows; no tensors, no clusters. `flows.cli` is the `roll` command."""

@@ -1,0 +1,1 @@
+"""Launching legs through submitit. Imported by `tasks/legs.py` alone."""

@@ -1,5 +1,7 @@
 """The whole of a run, and the checks that span sections: batch arithmetic and placement."""
 
+from typing import Any
+
 from pydantic import PositiveInt, model_validator
 
 from roll_core.config.algorithm import AlgorithmConfig, Grpo
@@ -103,3 +105,15 @@ class RunConfig(Section):
                     f"{self.cluster.num_devices - 1}: raise devices_per_node or change placement.{key}"
                 )
         return self
+
+
+def flat_config(config: RunConfig) -> dict[str, str]:
+    """Every value by its dotted key, as text: what trackers and tables show."""
+
+    def walk(tree: dict[str, Any], prefix: str) -> dict[str, str]:
+        flat: dict[str, str] = {}
+        for key, value in tree.items():
+            flat |= walk(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": str(value)}
+        return flat
+
+    return walk(config.model_dump(mode="json"), "")

@@ -53,20 +53,20 @@ def commit(store: ObjectStore, manifest: Manifest) -> None:
         ) from None
 
 
-def read_chain(store: ObjectStore, run_id: str, *, after: int = -1) -> list[Manifest]:
-    """Committed manifests in order, each checked to name its predecessor; it ends where the chain is broken.
+def read_manifest(store: ObjectStore, run_id: str, iteration: int) -> Manifest | None:
+    """The manifest of an iteration, or None while it has not happened."""
+    try:
+        return Manifest.model_validate_json(store.read(_manifest_name(run_id, iteration)))
+    except FileNotFoundError:
+        return None
 
-    With `after`, only those past that iteration (the link to the earlier ones is then taken on trust).
-    """
+
+def read_chain(store: ObjectStore, run_id: str) -> list[Manifest]:
+    """Committed manifests in order, each checked to name its predecessor; the chain ends where it is broken."""
     chain: list[Manifest] = []
-    for name in store.list(f"runs/{run_id}/iterations"):
-        if int(name.removesuffix(".json")) <= after:
-            continue
-        manifest = Manifest.model_validate_json(store.read(f"runs/{run_id}/iterations/{name}"))
-        expected_iteration = chain[-1].iteration + 1 if chain else after + 1
+    while (manifest := read_manifest(store, run_id, len(chain))) is not None:
         expected_parent = record_digest(chain[-1]) if chain else NO_PARENT
-        linked = manifest.parent == expected_parent or (not chain and after >= 0)
-        if manifest.iteration != expected_iteration or not linked:
+        if manifest.parent != expected_parent:
             break
         chain.append(manifest)
     return chain

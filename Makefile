@@ -1,0 +1,43 @@
+# make quickstart   a small model learns, in minutes, on this machine
+# make test         everything: set-up, checks, unit and integration tests
+# make check        the fast half: format, lint, types, import contracts, unit tests
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test check setup setup-test setup-bench
+
+quickstart: setup
+	$(BIN)/roll run configs/runs/quickstart.yaml
+
+test: check
+	$(BIN)/pytest tests/integration
+
+check: setup-test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest tests --ignore=tests/integration
+
+setup: $(VENV)/installed
+setup-test: $(VENV)/installed-test
+setup-bench: $(VENV)/installed-bench
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit("roll needs Python 3.11 or newer: make PYTHON=python3.11 ..." if sys.version_info < (3, 11) else 0)'
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "installing python3-venv"; apt-get update -q && apt-get install -qy python3-venv; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: $(VENV)/bin/python pyproject.toml
+	$(BIN)/pip install -q --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	$(BIN)/pip install -q --disable-pip-version-check -e '.[test]'
+	touch $@
+
+$(VENV)/installed-bench: $(VENV)/installed
+	$(BIN)/pip install -q --disable-pip-version-check -e '.[bench]'
+	touch $@

@@ -1,0 +1,203 @@
+"""The `roll` command. Imports only what a command needs, when it needs it: --help and plan stay quick on a login node."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roll_core.errors import RollError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from roll_core.config.run import RunConfig
+    from roll_core.types.refs import RunRef
+    from roll_core.store.summary import RunSummary
+
+DEFAULT_STORE = "roll-data/store"
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; a failure that is not a bug is one sentence and an exit code."""
+    options = build_parser().parse_args(arguments)
+    try:
+        return options.command(options)
+    except RollError as error:
+        print(f"roll: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="roll", description="Reinforcement learning of language models that cannot lose work.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="start a run of a config and follow it to the end")
+    run.add_argument("config", metavar="CONFIG", help="a file such as configs/runs/quickstart.yaml")
+    run.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    run.set_defaults(command=run_command)
+
+    plan = commands.add_parser("plan", help="print what a config would run; touches nothing")
+    plan.add_argument("config", metavar="CONFIG")
+    plan.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    plan.set_defaults(command=plan_command)
+
+    resume = commands.add_parser("resume", help="carry on a run that was stopped, killed or lost")
+    resume.add_argument("run", metavar="RUN")
+    resume.set_defaults(command=resume_command)
+
+    runs = commands.add_parser("runs", help="list the runs in a store")
+    runs.set_defaults(command=runs_command)
+
+    show = commands.add_parser("show", help="show one run: its curve, its iterations, where things are")
+    show.add_argument("run", metavar="RUN")
+    show.set_defaults(command=show_command)
+
+    for command in (resume, runs, show):
+        command.add_argument("--store", default=DEFAULT_STORE, help=f"where runs are kept (default: {DEFAULT_STORE})")
+
+    up = commands.add_parser("up", help="start a Prefect server, a worker with the deployments, and the MLflow page")
+    up.add_argument("--prefect-port", type=int, default=4200)
+    up.add_argument("--mlflow-port", type=int, default=5000)
+    up.add_argument("--tracking", default="sqlite:///roll-data/mlflow.db", metavar="URI", help="MLflow tracking address")
+    up.set_defaults(command=up_command)
+    return parser
+
+
+def run_command(options: argparse.Namespace) -> int:
+    from roll_core.config.load import load_config
+    from roll_core.planning.preflight import check_ready
+
+    config = load_config(options.config, options.overrides)
+    check_ready(config)
+    return _follow(config, config.store.uri, "rlvr", {"config": options.config, "overrides": options.overrides})
+
+
+def resume_command(options: argparse.Namespace) -> int:
+    from roll_core.config.load import absolute_uri
+    from roll_core.store.object_store import ObjectStore
+    from roll_core.store.runs import find_run, read_config
+
+    store_uri = absolute_uri(options.store)
+    config = read_config(find_run(ObjectStore(store_uri), options.run))
+    return _follow(config, store_uri, "rlvr_resume", {"run_id": options.run, "store": store_uri})
+
+
+def plan_command(options: argparse.Namespace) -> int:
+    from roll_core.config.load import load_config
+    from roll_core.planning.plan import describe_plan
+
+    for section in describe_plan(load_config(options.config, options.overrides)):
+        print(section.title)
+        for label, text in section.rows:
+            print(f"  {label:<15} {text}")
+    return 0
+
+
+def runs_command(options: argparse.Namespace) -> int:
+    from roll_core.config.load import absolute_uri
+    from roll_core.store.object_store import ObjectStore
+    from roll_core.store.runs import find_run, read_chain, read_config
+
+    store = ObjectStore(absolute_uri(options.store))
+    run_ids = list(store.list("runs"))
+    if not run_ids:
+        print(f"no runs in {store.uri} yet; start one with: roll run configs/runs/quickstart.yaml")
+    for run_id in run_ids:
+        chain = read_chain(store, run_id)
+        total = read_config(find_run(store, run_id)).iterations
+        accuracy = next((m.evaluated.accuracy for m in reversed(chain) if m.evaluated), None)
+        reached = chain[-1].iteration if chain else 0
+        state = "finished" if reached == total else f"resumable: roll resume {run_id}"
+        shown = "-" if accuracy is None else f"{accuracy:.2f}"
+        print(f"{run_id:<24} iteration {reached:>5}/{total:<5} accuracy {shown:<5} {state}")
+    return 0
+
+
+def show_command(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from flows.terminal import iteration_row
+    from roll_core.config.load import absolute_uri
+    from roll_core.store.object_store import ObjectStore
+    from roll_core.store.runs import find_run, read_chain, read_config
+    from roll_core.store.summary import summary_of
+
+    store = ObjectStore(absolute_uri(options.store))
+    run = find_run(store, options.run)
+    chain = read_chain(store, run.run_id)
+    console = Console()
+    accuracy = None
+    for manifest in chain:
+        accuracy = manifest.evaluated.accuracy if manifest.evaluated else accuracy
+        console.print(iteration_row(manifest, accuracy), highlight=False)
+    _say_where_to_look(console, run, read_config(run), summary_of(run.run_id, chain))
+    return 0
+
+
+def up_command(options: argparse.Namespace) -> int:
+    from flows.up import bring_up
+
+    return bring_up(options.prefect_port, options.mlflow_port, options.tracking)
+
+
+def _follow(config: "RunConfig", store_uri: str, flow_name: str, parameters: dict[str, object]) -> int:
+    """Run a flow of `flows.rlvr` in this process and draw what it does."""
+    from rich.console import Console
+
+    from flows.control_plane import prefect_api
+    from flows.terminal import showing
+
+    console = Console()
+    with showing(config, console) as view:
+        try:
+            with prefect_api(Path(config.work_dir)):
+                from flows import rlvr
+
+                flow = {"rlvr": rlvr.rlvr, "rlvr_resume": rlvr.rlvr_resume}[flow_name]
+                summary = flow(**parameters)
+        except KeyboardInterrupt:
+            view.progress.stop()
+            how = f"resume it with: roll resume {view.run.run_id}{_store_option(store_uri)}" if view.run else "nothing had begun"
+            console.print(f"stopped; what was committed is safe; {how}", highlight=False)
+            return INTERRUPTED
+        except RollError as error:
+            view.progress.stop()
+            how = f"; resume it with: roll resume {view.run.run_id}{_store_option(store_uri)}" if view.run else ""
+            print(f"roll: {error}{how}", file=sys.stderr)
+            return error.exit_code
+    assert view.run is not None
+    _say_where_to_look(console, view.run, config, summary)
+    return 0
+
+
+def _store_option(store_uri: str) -> str:
+    from roll_core.config.load import absolute_uri
+
+    return "" if store_uri == absolute_uri(DEFAULT_STORE) else f" --store {store_uri}"
+
+
+def _say_where_to_look(console: "Console", run: "RunRef", config: "RunConfig", summary: "RunSummary") -> None:
+    from flows.terminal import curve
+
+    report = Path(config.work_dir) / run.run_id / "report.html"
+    mlflow = f"mlflow ui --backend-store-uri {config.tracking.uri}"
+    if not config.tracking.uri.startswith("sqlite:"):
+        mlflow = config.tracking.uri
+    rows = {
+        "run": run.run_id,
+        "store": f"{run.store_uri}/runs/{run.run_id}",
+        "mlflow": mlflow,
+        "report": str(report) if report.exists() else "",
+        "curve": curve(summary.curve) if summary.curve else "",
+    }
+    for label, text in rows.items():
+        if text:
+            console.print(f"{label:<8} {text}", highlight=False, soft_wrap=True)
+    if summary.curve:
+        console.print(summary.sentence, highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

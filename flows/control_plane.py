@@ -1,0 +1,85 @@
+"""Which Prefect a command talks to: the one the user has set up, or an embedded one that lives as long as the command."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from roll_core.errors import DeadlineExceeded
+
+START_DEADLINE_S = 120.0
+"""The first start creates and migrates a database, which took up to a minute on a loaded two-core machine."""
+
+_QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1", "PREFECT_LOGGING_LEVEL": "ERROR"}
+
+
+@contextlib.contextmanager
+def prefect_api(log_dir: Path) -> Iterator[str]:
+    """The address of a running Prefect API, exported so that legs report to the same one."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    given = os.environ.get("PREFECT_API_URL")
+    if given:
+        yield given
+        return
+    with _embedded_server(log_dir) as url:
+        os.environ["PREFECT_API_URL"] = url
+        try:
+            yield url
+        finally:
+            del os.environ["PREFECT_API_URL"]
+
+
+@contextlib.contextmanager
+def _embedded_server(log_dir: Path) -> Iterator[str]:
+    port = free_port()
+    log_dir.mkdir(parents=True, exist_ok=True)
+    log_file = log_dir / "prefect-server.log"
+    command = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "error", "--lifespan", "on"]
+    # The server keeps only what services a run's page needs; schedules belong to a server that outlives a command.
+    environment = os.environ | {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
+    with open(log_file, "ab") as log:
+        # A session of its own, so that Ctrl-C reaches it last; tied to this process, so that kill -9 leaves no orphan.
+        server = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=log, start_new_session=True, preexec_fn=_die_with_parent
+        )
+    url = f"http://127.0.0.1:{port}/api"
+    try:
+        _wait_until_healthy(server, url, log_file)
+        yield url
+    finally:
+        server.terminate()
+        try:
+            server.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+def _wait_until_healthy(server: subprocess.Popen[bytes], url: str, log_file: Path) -> None:
+    ends_at = time.monotonic() + START_DEADLINE_S
+    while time.monotonic() < ends_at and server.poll() is None:
+        with contextlib.suppress(urllib.error.URLError, OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+            return
+        time.sleep(0.1)
+    raise DeadlineExceeded(f"the embedded Prefect server did not start; its log is {log_file}")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _die_with_parent() -> None:
+    """Linux: the kernel ends this process when its parent ends, however that ends."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

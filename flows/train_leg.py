@@ -1,0 +1,112 @@
+"""The inner flow: one leg, one Ray cluster, one iteration after another until the run is done or the leg is."""
+
+import os
+import signal
+import threading
+from typing import Any
+
+import psutil
+from prefect import flow
+from prefect.context import hydrated_context
+
+from roll_core.config.run import RunConfig, flat_config
+from roll_core.errors import RollError
+from roll_core.store.object_store import ObjectStore
+from roll_core.store.runs import read_chain, read_config
+from roll_core.tracking.spool import RunStatus
+from roll_core.types.manifest import CollectRequest, LegEnded, Manifest, Updated
+from roll_core.types.refs import RunRef, record_digest
+from tasks.checkpoint import checkpoint
+from tasks.collect import collect
+from tasks.commit import Iteration, commit
+from tasks.evaluate import evaluate
+from tasks.prepare import prepare
+from tasks.publish import publish
+from tasks.recover import recover
+from tasks.services import Services, open_services, run_dir
+from tasks.update import update, warm_start
+
+
+@flow(name="train_leg", flow_run_name="{run.run_id} leg {leg}")
+def train_leg(run: RunRef, leg: int) -> LegEnded:
+    """manifest(n+1) = iterate(manifest(n)), until the last."""
+    with open_services(run, leg) as services:
+        manifest = begin_or_recover(services)
+        while manifest.iteration < services.config.iterations:
+            manifest = iterate(manifest, services)
+        services.tracker.end(RunStatus.FINISHED)
+    return LegEnded(
+        run_id=run.run_id, leg=leg, last_iteration=manifest.iteration, finished=True, stopped=False, cause=""
+    )
+
+
+def iterate(manifest: Manifest, services: Services) -> Manifest:
+    """One iteration, from the manifest before it to its own."""
+    config = services.config
+    collected = collect(next_request(manifest, config), services)
+    prepared = prepare(collected, services)
+    updated = update(prepared, services)
+    published = publish(updated, services)
+    evaluated = evaluate(updated, services) if is_due(updated, config.evaluation.every, config) else None
+    checkpointed = checkpoint(updated, services) if is_due(updated, config.checkpoint.every, config) else None
+    return commit(manifest, Iteration(prepared, updated, published, evaluated, checkpointed), services)
+
+
+def begin_or_recover(services: Services) -> Manifest:
+    """The last manifest of the run, with every role brought to its policy. A new run shows here that it can be resumed."""
+    chain = read_chain(services.store, services.run.run_id) or [begin(services)]
+    recover(chain, services)
+    return chain[-1]
+
+
+def begin(services: Services) -> Manifest:
+    """Iteration 0: the policy training starts from, evaluated and checkpointed."""
+    services.tracker.log_params(flat_config(services.config))
+    services.tracker.log_artifact("config.json", services.config.model_dump_json(indent=1).encode())
+    start = Updated(iteration=0, weights_version=0) if services.config.warm_start is None else warm_start(services)
+    published = publish(start, services)
+    evaluated = evaluate(start, services)
+    checkpointed = checkpoint(start, services)
+    return commit(None, Iteration(None, start, published, evaluated, checkpointed), services)
+
+
+def next_request(manifest: Manifest, config: RunConfig) -> CollectRequest:
+    """What to collect after a manifest: a pure function of it, so that every leg asks for the same."""
+    return CollectRequest(
+        iteration=manifest.iteration + 1,
+        parent=record_digest(manifest),
+        weights_version=manifest.weights_version,
+        first_problem=manifest.next_problem,
+        num_groups=config.rollout.num_groups,
+    )
+
+
+def is_due(updated: Updated, every: int, config: RunConfig) -> bool:
+    """Every k iterations, and at the last."""
+    return updated.iteration % every == 0 or updated.iteration == config.iterations
+
+
+def run_train_leg(run: RunRef, leg: int, context: dict[str, Any], launcher_pid: int) -> LegEnded:
+    """What a leg's process runs: the flow, as a child of the flow that launched it; failures become an answer."""
+    die_with(launcher_pid)
+    stage_cache = run_dir(run, read_config(run)) / "stage-cache"
+    with hydrated_context(context):
+        try:
+            return train_leg.with_options(result_storage=stage_cache)(run, leg)
+        except RollError as error:
+            chain = read_chain(ObjectStore(run.store_uri), run.run_id)
+            last = chain[-1].iteration if chain else -1
+            return LegEnded(
+                run_id=run.run_id, leg=leg, last_iteration=last, finished=False, stopped=False, cause=str(error)
+            )
+
+
+def die_with(launcher_pid: int) -> None:
+    """A local leg has no allocation to outlive its launcher in: when that process is gone, so is the leg."""
+    launcher = psutil.Process(launcher_pid)
+
+    def watch() -> None:
+        launcher.wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="watch-launcher", daemon=True).start()

@@ -1,0 +1,1 @@
+"""What a run will do and whether it can, before anything is queued."""

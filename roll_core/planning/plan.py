@@ -1,0 +1,113 @@
+"""A run, described: what `roll plan` prints. Pure: reads the config and nothing else."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from roll_core.config.model import ModelConfig, PretrainedModel, ScratchModel
+from roll_core.config.run import RunConfig
+from roll_core.models.characters import VOCABULARY
+from roll_core.types.refs import digest_of
+
+
+@dataclass(frozen=True)
+class PlanSection:
+    title: str
+    rows: tuple[tuple[str, str], ...]
+
+
+def describe_plan(config: RunConfig) -> list[PlanSection]:
+    return [_run(config), _stages(config), _roles(config), _arithmetic(config), _surroundings(config)]
+
+
+def _run(config: RunConfig) -> PlanSection:
+    return PlanSection(
+        "run",
+        (
+            ("name", f"{config.name}, {config.iterations} iterations, seed {config.seed}"),
+            ("model", _model(config.model)),
+            ("problems", f"{config.problems.kind}, graded by {config.reward.kind}"),
+            ("algorithm", config.algorithm.kind),
+            ("config digest", digest_of(config.model_dump_json(indent=1).encode())[:16]),
+        ),
+    )
+
+
+def _model(model: ModelConfig) -> str:
+    match model:
+        case ScratchModel():
+            millions = count_parameters(model) / 1e6
+            return f"{model.architecture} from scratch, {millions:.2f} M parameters, {model.max_positions} positions"
+        case PretrainedModel():
+            absent = "" if Path(model.path).is_dir() else " (not on this machine)"
+            return f"{model.path}{absent}, {model.max_positions} positions"
+
+
+def count_parameters(model: ScratchModel) -> int:
+    """Weights of a scratch model, embeddings tied."""
+    head_dim = model.hidden_size // model.num_heads
+    attention = 2 * model.hidden_size**2 + 2 * model.hidden_size * head_dim * model.num_kv_heads
+    norms = 2 * model.hidden_size + (2 * head_dim if model.architecture == "qwen3" else 0)
+    layer = attention + 3 * model.hidden_size * model.intermediate_size + norms
+    return model.num_layers * layer + len(VOCABULARY) * model.hidden_size + model.hidden_size
+
+
+def _stages(config: RunConfig) -> PlanSection:
+    rows = [
+        ("collect", f"{config.rollout.num_groups} problems x {config.rollout.group_size} trajectories"),
+        ("prepare", "advantages, declared logprobs, packing"),
+        ("update", f"{config.training.optimizer_steps} optimizer step(s)"),
+        ("publish", "engines adopt the new weights"),
+        ("evaluate", f"every {config.evaluation.every} iterations, {config.evaluation.num_problems} held-out problems"),
+        ("checkpoint", f"every {config.checkpoint.every} iterations"),
+        ("commit", "the manifest, last"),
+    ]
+    if config.warm_start is not None:
+        warm_start = f"once: {config.warm_start.steps} supervised steps of {config.warm_start.batch_size} demonstrations"
+        rows.insert(0, ("warm start", warm_start))
+    return PlanSection("stages of an iteration", tuple(rows))
+
+
+def _roles(config: RunConfig) -> PlanSection:
+    cluster, placement = config.cluster, config.placement
+    together = "colocated: engines sleep while the trainer works" if placement.colocated else "disaggregated"
+    return PlanSection(
+        "roles",
+        (
+            ("cluster", f"{cluster.nodes} node(s) x {cluster.devices_per_node} {cluster.device} device(s)"),
+            ("trainer", f"{len(placement.trainer)} rank(s) on {_devices(placement.trainer)} ({config.training.backend})"),
+            ("engines", f"{len(placement.engines)} engine(s) on {_devices(placement.engines)}, {together}"),
+            ("reward workers", str(placement.reward_workers)),
+            ("legs", f"{config.legs.launcher}, at most {config.legs.max_failures} failures in a row"),
+        ),
+    )
+
+
+def _devices(devices: tuple[int, ...]) -> str:
+    consecutive = len(devices) > 2 and list(devices) == list(range(devices[0], devices[-1] + 1))
+    return f"devices {devices[0]}-{devices[-1]}" if consecutive else f"device {', '.join(map(str, devices))}"
+
+
+def _arithmetic(config: RunConfig) -> PlanSection:
+    rollout, training = config.rollout, config.training
+    per_step = rollout.num_trajectories // training.optimizer_steps
+    return PlanSection(
+        "batch arithmetic",
+        (
+            ("iteration", f"{rollout.num_groups} x {rollout.group_size} = {rollout.num_trajectories} trajectories"),
+            ("optimizer step", f"{rollout.num_trajectories} / {training.optimizer_steps} = {per_step} trajectories"),
+            ("rank", f"{per_step} / {len(config.placement.trainer)} = about {per_step / len(config.placement.trainer):.0f}"),
+            ("micro-batch", f"at most {training.micro_batch_tokens} tokens, packed: {training.packing}"),
+            ("whole run", f"{config.iterations * rollout.num_trajectories} trajectories, {config.total_optimizer_steps} steps"),
+        ),
+    )
+
+
+def _surroundings(config: RunConfig) -> PlanSection:
+    return PlanSection(
+        "around it",
+        (
+            ("store", config.store.uri),
+            ("tracking", f"{config.tracking.uri}, experiment '{config.tracking.experiment}'"),
+            ("scratch", config.work_dir),
+        ),
+    )

@@ -1,0 +1,276 @@
+"""The spool: a folder on local disk between a run that logs and the process that uploads to MLflow.
+
+Written by the tracker, read by the uploader, outlives both: the next leg uploads what the last one could not.
+    events.jsonl       append-only, one event a line
+    artifacts/         bytes to upload, each in a folder of its own, removed once uploaded
+    destination.json   which MLflow run the events belong to
+    cursor.json        how far into events.jsonl the upload has come
+    drain              asks the uploader to finish by a deadline
+"""
+
+import errno
+import os
+import shutil
+import threading
+import uuid
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from roll_core.types.manifest import Metrics
+from roll_core.types.refs import Record
+
+
+class RunStatus(StrEnum):
+    """How a run ended, in MLflow's words."""
+
+    FINISHED = "FINISHED"
+    FAILED = "FAILED"
+    KILLED = "KILLED"
+
+
+class MetricsLogged(Record):
+    """Example: MetricsLogged(iteration=4, metrics={"reward/mean": 0.41}, timestamp_ms=1794735000000)"""
+
+    # A loss that became NaN is the one a person most wants to see; plain JSON would turn it into null.
+    model_config = ConfigDict(ser_json_inf_nan="strings")
+
+    kind: Literal["metrics"] = "metrics"
+    iteration: int
+    metrics: Metrics
+    timestamp_ms: int
+
+
+class ArtifactLogged(Record):
+    """`file` is where the bytes lie under `artifacts/`; `name` is where they go in the MLflow run.
+
+    Example: ArtifactLogged(name="manifests/00000004.json", file="5d41402a/00000004.json")
+    """
+
+    kind: Literal["artifact"] = "artifact"
+    name: str
+    file: str
+
+
+class TagsSet(Record):
+    """Example: TagsSet(tags={"roll.leg": "2"})"""
+
+    kind: Literal["tags"] = "tags"
+    tags: dict[str, str]
+
+
+class ParamsLogged(Record):
+    """Example: ParamsLogged(params={"algorithm.name": "grpo"})"""
+
+    kind: Literal["params"] = "params"
+    params: dict[str, str]
+
+
+class RunEnded(Record):
+    """Example: RunEnded(status="FINISHED", timestamp_ms=1794735000000)"""
+
+    kind: Literal["ended"] = "ended"
+    status: RunStatus
+    timestamp_ms: int
+
+
+Event = MetricsLogged | ArtifactLogged | TagsSet | ParamsLogged | RunEnded
+_EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="kind")])
+
+
+class Destination(Record):
+    """The MLflow run that the events of a spool belong to. Addresses are absolute: anyone may upload, from anywhere.
+
+    Example: Destination(tracking_uri="http://mlflow:5000", experiment="roll", run_id="quickstart-3",
+    store_uri="file:///home/ada/roll-data")
+    """
+
+    tracking_uri: str
+    experiment: str
+    run_id: str
+    store_uri: str
+
+
+class _Cursor(Record):
+    offset: int
+
+
+class _Drain(Record):
+    deadline: float
+
+
+@dataclass(frozen=True)
+class SpooledEvent:
+    """An event and the offset right behind its line: the cursor once it is uploaded."""
+
+    event: Event
+    end: int
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What lies behind an offset: events in order, lines that could not be decoded, and where reading stopped."""
+
+    events: tuple[SpooledEvent, ...]
+    num_damaged: int
+    end: int
+
+
+class Spool:
+    """The files of one spool folder.
+
+    Example: spool = Spool(Path("/tmp/roll/quickstart-3")); spool.read(spool.read_cursor(), max_events=100)
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder.absolute()
+        self.events_file = self.folder / "events.jsonl"
+        self.lock_file = self.folder / "lock"
+        self.log_file = self.folder / "uploader.log"
+        self._artifacts = self.folder / "artifacts"
+        self._destination_file = self.folder / "destination.json"
+        self._cursor_file = self.folder / "cursor.json"
+        self._drain_file = self.folder / "drain"
+
+    def write_destination(self, destination: Destination) -> None:
+        _replace(self._destination_file, destination)
+
+    def read_destination(self) -> Destination:
+        return Destination.model_validate_json(self._destination_file.read_bytes())
+
+    def write_cursor(self, offset: int) -> None:
+        _replace(self._cursor_file, _Cursor(offset=offset))
+
+    def read_cursor(self) -> int:
+        """Where to go on: from the start if the cursor is lost or does not fit the file, for repeating is harmless."""
+        try:
+            offset = _Cursor.model_validate_json(self._cursor_file.read_bytes()).offset
+        except (FileNotFoundError, ValidationError):
+            return 0
+        return offset if offset <= self._size() else 0
+
+    def request_drain(self, deadline: float) -> None:
+        """Ask the uploader to finish and leave by `deadline`, in seconds since the epoch."""
+        _replace(self._drain_file, _Drain(deadline=deadline))
+
+    def drain_deadline(self) -> float | None:
+        try:
+            return _Drain.model_validate_json(self._drain_file.read_bytes()).deadline
+        except FileNotFoundError:
+            return None
+
+    def forget_drain(self) -> None:
+        self._drain_file.unlink(missing_ok=True)
+
+    def put_artifact(self, name: str, data: bytes) -> str:
+        """Keep bytes until they are uploaded; answers the `file` of their event.
+
+        MLflow names an artifact after its local file, so the unique part is a folder around it.
+        """
+        file = f"{uuid.uuid4().hex}/{PurePosixPath(name).name}"
+        path = self.artifact_path(file)
+        path.parent.mkdir(parents=True)
+        path.write_bytes(data)
+        return file
+
+    def artifact_path(self, file: str) -> Path:
+        return self._artifacts / file
+
+    def remove_artifact(self, file: str) -> None:
+        shutil.rmtree(self.artifact_path(file).parent, ignore_errors=True)
+
+    def read(self, offset: int, max_events: int) -> Pending:
+        """The next events behind `offset`. A last line without its newline is still being written, and left alone."""
+        if self._size() <= offset:
+            return Pending(events=(), num_damaged=0, end=offset)
+        events: list[SpooledEvent] = []
+        num_damaged = 0
+        with self.events_file.open("rb") as lines:
+            lines.seek(offset)
+            for line in lines:
+                if not line.endswith(b"\n") or len(events) == max_events:
+                    break
+                offset += len(line)
+                try:
+                    events.append(SpooledEvent(_EVENT.validate_json(line), offset))
+                except ValidationError:
+                    num_damaged += 1
+        return Pending(tuple(events), num_damaged, offset)
+
+    def count_left(self) -> int:
+        """Events behind the cursor."""
+        offset, left = self.read_cursor(), 0
+        while (pending := self.read(offset, max_events=1000)).end > offset:
+            offset, left = pending.end, left + len(pending.events)
+        return left
+
+    def _size(self) -> int:
+        try:
+            return self.events_file.stat().st_size
+        except FileNotFoundError:
+            return 0
+
+
+class SpoolWriter:
+    """Appends events, from any thread. A line torn by a killed process or a full disk costs that line only.
+
+    Nothing is synced: the page cache survives the process, and a sync could hold up training.
+    """
+
+    def __init__(self, spool: Spool):
+        self._spool = spool
+        self._descriptor: int | None = None
+        self._lock = threading.Lock()
+
+    def append(self, event: Event) -> None:
+        line = event.model_dump_json().encode() + b"\n"
+        with self._lock:
+            if self._descriptor is None:
+                self._descriptor = _open_at_line_start(self._spool.events_file)
+            try:
+                _write_whole(self._descriptor, line)
+            except OSError:
+                # The line may be torn now; reopening before the next one terminates it.
+                self._close_descriptor()
+                raise
+
+    def close(self) -> None:
+        with self._lock:
+            self._close_descriptor()
+
+    def _close_descriptor(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _open_at_line_start(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            _write_whole(descriptor, b"\n")
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _write_whole(descriptor: int, data: bytes) -> None:
+    if os.write(descriptor, data) != len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _replace(path: Path, record: Record) -> None:
+    """Readers see the old bytes or the new ones, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        draft.write_bytes(record.model_dump_json().encode())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,108 @@
+"""commit: the manifest, written last. After this, and only after this, the iteration has happened."""
+
+import json
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from roll_core.store.rollouts import decode_trajectories
+from roll_core.store.runs import commit as commit_manifest
+from roll_core.types.manifest import (
+    NO_PARENT,
+    Checkpointed,
+    Evaluated,
+    Manifest,
+    Metrics,
+    Prepared,
+    Published,
+    Receipt,
+    Updated,
+)
+from roll_core.types.refs import record_digest
+from tasks.durability import state_changing
+from tasks.services import Services
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """The receipts of one iteration's stages; None for a stage that was not due. Iteration 0 collects nothing."""
+
+    prepared: Prepared | None
+    updated: Updated
+    published: Published
+    evaluated: Evaluated | None
+    checkpointed: Checkpointed | None
+
+    def by_stage(self) -> dict[str, Receipt]:
+        receipts: dict[str, Receipt | None] = {
+            "collect": self.prepared.collected if self.prepared else None,
+            "prepare": self.prepared,
+            "update" if self.prepared else "warm_start": self.updated,
+            "publish": self.published,
+            "evaluate": self.evaluated,
+            "checkpoint": self.checkpointed,
+        }
+        return {stage: receipt for stage, receipt in receipts.items() if receipt is not None}
+
+
+@state_changing("commit {iteration.updated.iteration}")
+def commit(parent: Manifest | None, iteration: Iteration, services: Services) -> Manifest:
+    collected = iteration.prepared.collected if iteration.prepared else None
+    timings = {stage: receipt.seconds for stage, receipt in iteration.by_stage().items()}
+    timings["wall"] = time.monotonic() - services.last_commit_at
+    manifest = Manifest(
+        run_id=services.run.run_id,
+        iteration=iteration.updated.iteration,
+        parent=record_digest(parent) if parent else NO_PARENT,
+        config_digest=services.run.config_digest,
+        leg=services.leg,
+        weights_version=iteration.updated.weights_version,
+        next_problem=collected.request.first_problem + collected.request.num_groups if collected else 0,
+        collected=collected,
+        evaluated=iteration.evaluated,
+        checkpoint=iteration.checkpointed.checkpoint if iteration.checkpointed else None,
+        metrics=_metrics(iteration, timings),
+        timings=timings,
+        committed_at=datetime.now(UTC).isoformat(),
+    )
+    commit_manifest(services.store, manifest)
+    services.last_commit_at = time.monotonic()
+    _track(manifest, services)
+    return manifest
+
+
+def _metrics(iteration: Iteration, timings: dict[str, float]) -> Metrics:
+    metrics: Metrics = {}
+    for receipt in iteration.by_stage().values():
+        metrics |= receipt.metrics
+    if iteration.prepared:
+        num_tokens = iteration.prepared.collected.num_tokens
+        metrics["throughput/tokens_per_second"] = num_tokens / timings["wall"]
+        metrics["throughput/rollout_tokens_per_second"] = num_tokens / timings["collect"]
+    return metrics
+
+
+def _track(manifest: Manifest, services: Services) -> None:
+    tracker = services.tracker
+    timings = {f"seconds/{stage}": seconds for stage, seconds in manifest.timings.items()}
+    tracker.log_metrics(manifest.iteration, manifest.metrics | timings)
+    tracker.log_artifact(f"manifests/{manifest.iteration:08d}.json", manifest.model_dump_json(indent=1).encode())
+    if manifest.evaluated:
+        sample = _readable_sample(manifest.evaluated, services)
+        tracker.log_artifact(f"trajectories/{manifest.iteration:08d}.jsonl", sample)
+
+
+def _readable_sample(evaluated: Evaluated, services: Services) -> bytes:
+    """The first evaluation trajectories, a JSON object a line: what was answered and how it was graded."""
+    trajectories = decode_trajectories(services.store.get(evaluated.trajectories))
+    rows = [
+        {
+            "problem": t.problem_id,
+            "answer": t.turns[-1].text,
+            "reward": t.score.value if t.score else None,
+            "correct": t.score.correct if t.score else None,
+            "ending": t.ending,
+        }
+        for t in trajectories[: services.config.tracking.trajectory_samples]
+    ]
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()

@@ -1,0 +1,65 @@
+"""Legs: launched, waited for, and read for why they ended. The one module that knows how legs are launched."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import submitit
+from prefect.context import serialize_context
+
+from infra.slurm.launcher import submit_leg
+from roll_core.errors import RollError
+from roll_core.store.object_store import ObjectStore
+from roll_core.store.runs import read_chain, read_config
+from roll_core.types.manifest import LegEnded
+from roll_core.types.refs import RunRef
+from tasks.durability import state_changing
+from tasks.progress import ManifestWatch
+from tasks.services import run_dir
+
+POLL_S = 0.2
+"""How often a leg's end and its newest manifest are looked for; a look costs one small read."""
+
+LegFunction = Callable[[RunRef, int, dict[str, Any], int], LegEnded]
+
+
+@state_changing("leg {leg}")
+def run_leg(run: RunRef, leg: int, function: LegFunction) -> LegEnded:
+    """Launch a leg and wait for it. A leg that dies without an answer is an answer too; being interrupted takes it along."""
+    config = read_config(run)
+    folder = run_dir(run, config) / f"leg-{leg}"
+    watch = ManifestWatch(run, next_iteration=len(read_chain(ObjectStore(run.store_uri), run.run_id)))
+    job = submit_leg(config.legs, folder, function, (run, leg, serialize_context(), os.getpid()))
+    try:
+        while not job.done():
+            watch.look()
+            time.sleep(POLL_S)
+    except BaseException:
+        _take_down(job)
+        raise
+    watch.look()
+    return _read_ending(job, run, leg)
+
+
+def _take_down(job: submitit.Job[Any]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        job.cancel()
+    while not job.done():
+        time.sleep(POLL_S)
+
+
+def _read_ending(job: submitit.Job[Any], run: RunRef, leg: int) -> LegEnded:
+    try:
+        return job.result()
+    except (submitit.core.utils.UncompletedJobError, submitit.core.utils.FailedJobError, RollError) as error:
+        chain = read_chain(ObjectStore(run.store_uri), run.run_id)
+        return LegEnded(
+            run_id=run.run_id,
+            leg=leg,
+            last_iteration=chain[-1].iteration if chain else -1,
+            finished=False,
+            stopped=False,
+            cause=f"the leg's process died; its log is {job.paths.stdout} ({type(error).__name__})",
+        )

@@ -1,0 +1,11 @@
+"""prepare: advantages, the logprobs the algorithm declares, packing."""
+
+from roll_core.types.manifest import Collected, Prepared
+from tasks.durability import pure
+from tasks.services import Services
+
+
+@pure("prepare {collected.request.iteration}")
+def prepare(collected: Collected, services: Services) -> Prepared:
+    num_samples, num_trained_tokens = services.fleet.prepare(collected)
+    return Prepared(collected=collected, num_samples=num_samples, num_trained_tokens=num_trained_tokens)

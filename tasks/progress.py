@@ -1,0 +1,49 @@
+"""Says aloud what a run does: a line in the flow's log, and a record that a terminal can draw."""
+
+import logging
+
+from prefect import get_run_logger
+
+from roll_core.store.object_store import ObjectStore
+from roll_core.store.runs import read_manifest
+from roll_core.types.manifest import Manifest
+from roll_core.types.refs import RunRef
+
+PROGRESS = "roll.progress"
+"""Logger whose records carry `run` or `manifest`: what the terminal listens to."""
+
+
+def announce_run(run: RunRef) -> None:
+    logging.getLogger(PROGRESS).info("run %s", run.run_id, extra={"run": run})
+
+
+class ManifestWatch:
+    """Announces manifests of a run as they are committed, whoever commits them."""
+
+    def __init__(self, run: RunRef, next_iteration: int):
+        self._run = run
+        self._store = ObjectStore(run.store_uri)
+        self._next = next_iteration
+
+    def look(self) -> None:
+        """Announce everything committed since the last look."""
+        while (manifest := read_manifest(self._store, self._run.run_id, self._next)) is not None:
+            self._announce(manifest)
+            self._next += 1
+
+    def _announce(self, manifest: Manifest) -> None:
+        sentence = describe(manifest)
+        get_run_logger().info(sentence)
+        logging.getLogger(PROGRESS).info(sentence, extra={"manifest": manifest})
+
+
+def describe(manifest: Manifest) -> str:
+    """Example: iteration 12: reward 0.61, held-out accuracy 0.88, 5120 tokens/s"""
+    parts = [f"iteration {manifest.iteration}:"]
+    if manifest.collected:
+        parts.append(f"reward {manifest.metrics['reward/mean']:.2f},")
+    if manifest.evaluated:
+        parts.append(f"held-out accuracy {manifest.evaluated.accuracy:.2f},")
+    if manifest.collected:
+        parts.append(f"{manifest.metrics['throughput/tokens_per_second']:.0f} tokens/s")
+    return " ".join(parts).rstrip(",")

@@ -1,0 +1,82 @@
+"""The live things a leg's tasks talk to: the roles, the store, the tracker. Opened once per leg, never hashed or stored."""
+
+import contextlib
+import fcntl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roll_core.config.run import RunConfig
+from roll_core.errors import IterationTaken
+from roll_core.store.object_store import ObjectStore
+from roll_core.store.runs import read_config
+from roll_core.tracking.tracker import Tracker
+from roll_core.types.refs import RunRef
+
+if TYPE_CHECKING:
+    from roll_core.roles.fleet import Fleet
+
+LEASE_WAIT_S = 30.0
+"""How long a new leg waits for the previous one on this machine to be gone."""
+
+
+class Services:
+    def __init__(self, run: RunRef, config: RunConfig, leg: int, store: ObjectStore, fleet: "Fleet", tracker: Tracker):
+        self.run = run
+        self.config = config
+        self.leg = leg
+        self.store = store
+        self.fleet = fleet
+        self.tracker = tracker
+        self.last_commit_at = time.monotonic()
+
+
+@contextlib.contextmanager
+def open_services(run: RunRef, leg: int) -> Iterator[Services]:
+    """Everything a leg needs, started; gone again when it ends, however it ends."""
+    from roll_core.roles.fleet import Fleet
+
+    config = read_config(run)
+    leg_dir = run_dir(run, config) / f"leg-{leg}"
+    leg_dir.mkdir(parents=True, exist_ok=True)
+    with _lease(run, config), tracking(run, config) as tracker, Fleet(run, config, leg_dir) as fleet:
+        tracker.set_tags({"roll.leg": str(leg)})
+        yield Services(run, config, leg, ObjectStore(run.store_uri), fleet, tracker)
+
+
+@contextlib.contextmanager
+def tracking(run: RunRef, config: RunConfig) -> Iterator[Tracker]:
+    """The run's tracker, uploading while it is open."""
+    tracker = Tracker(config.tracking, run, run_dir(run, config) / "tracking")
+    tracker.start()
+    try:
+        yield tracker
+    finally:
+        tracker.close()
+
+
+def run_dir(run: RunRef, config: RunConfig) -> Path:
+    """A run's scratch folder. Nothing in it is needed to resume: that is all in the store."""
+    return Path(config.work_dir) / run.run_id
+
+
+@contextlib.contextmanager
+def _lease(run: RunRef, config: RunConfig) -> Iterator[None]:
+    """One live leg per run and machine. The kernel drops the lock when its holder dies, so it is never stale.
+
+    Legs on different machines are kept apart by the commit itself; this only makes a clash visible early.
+    """
+    with open(run_dir(run, config) / "lease", "w") as lease:
+        ends_at = time.monotonic() + LEASE_WAIT_S
+        while True:
+            try:
+                fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > ends_at:
+                    raise IterationTaken(
+                        f"another leg of {run.run_id} is alive on this machine: wait for it, or stop it, then resume"
+                    ) from None
+                time.sleep(0.2)
+        yield

@@ -1,0 +1,17 @@
+"""update: the optimizer moves. warm_start: supervised steps before the first iteration."""
+
+from roll_core.types.manifest import Prepared, Updated
+from tasks.durability import state_changing
+from tasks.services import Services
+
+
+@state_changing("update {prepared.collected.request.iteration}")
+def update(prepared: Prepared, services: Services) -> Updated:
+    request = prepared.collected.request
+    metrics = services.fleet.update(prepared.collected)
+    return Updated(iteration=request.iteration, weights_version=request.weights_version + 1, metrics=metrics)
+
+
+@state_changing("warm_start")
+def warm_start(services: Services) -> Updated:
+    return Updated(iteration=0, weights_version=0, metrics=services.fleet.warm_start())

@@ -1,0 +1,191 @@
+"""Tracking against a real MLflow: on SQLite across legs, after a killed leg, and over HTTP through an outage."""
+
+import contextlib
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Run
+
+from roll_core.config.services import TrackingConfig
+from roll_core.tracking.spool import RunStatus, Spool
+from roll_core.tracking.tracker import Tracker
+from roll_core.types.refs import RunRef
+
+RUN = RunRef(run_id="quickstart-3", store_uri="file:///home/ada/roll-data", config_digest="1b4f")
+SERVER_START_SECONDS = 120.0
+DRAIN_SECONDS = 120.0
+
+
+def sqlite_config(folder: Path) -> TrackingConfig:
+    return TrackingConfig(uri=f"sqlite:///{folder}/data/mlflow.db", experiment="tests", drain_seconds=DRAIN_SECONDS)
+
+
+def the_only_run(client: MlflowClient) -> Run:
+    experiment = client.get_experiment_by_name("tests")
+    assert experiment is not None
+    [run] = client.search_runs([experiment.experiment_id])
+    return run
+
+
+def history(client: MlflowClient, run: Run, metric: str) -> list[tuple[int, float]]:
+    return [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, metric)]
+
+
+def artifact_text(client: MlflowClient, run: Run, name: str, folder: Path) -> str:
+    folder.mkdir(exist_ok=True)
+    return Path(client.download_artifacts(run.info.run_id, name, str(folder))).read_text()
+
+
+def upload_once(spool_dir: Path) -> int:
+    command = [sys.executable, "-m", "roll_core.tracking.uploader", str(spool_dir), "--once"]
+    return subprocess.run(command, timeout=120).returncode
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
+        time.sleep(0.05)
+
+
+def test_two_legs_feed_one_mlflow_run(tmp_path: Path) -> None:
+    config = sqlite_config(tmp_path)
+    spool_dir = tmp_path / "spool"
+
+    first = Tracker(config, RUN, spool_dir)
+    first.start()
+    first.log_params({"algorithm.name": "grpo", "seed": "7"})
+    first.log_metrics(1, {"reward/mean": 0.25, "update/loss": math.nan, "accuracy@8": 0.5})
+    first.log_metrics(2, {"reward/mean": 0.5})
+    first.log_artifact("manifests/00000002.json", b'{"iteration": 2}')
+    first.log_artifact("config.yaml", b"name: quickstart")
+    first.set_tags({"roll.leg": "1"})
+    first.end(RunStatus.FAILED)
+    assert first.close() == 0
+
+    client = MlflowClient(config.uri)
+    after_first = the_only_run(client)
+    assert after_first.info.status == "FAILED"
+    assert after_first.info.run_name == "quickstart-3"
+    assert after_first.info.artifact_uri == f"file://{tmp_path}/data/mlartifacts/{after_first.info.run_id}/artifacts"
+    # The only thing MLflow refuses, a name with '@', does not take its neighbours along.
+    assert history(client, after_first, "reward/mean") == [(1, 0.25), (2, 0.5)]
+    assert math.isnan(after_first.data.metrics["update/loss"])
+    assert "accuracy@8" not in after_first.data.metrics
+    assert artifact_text(client, after_first, "manifests/00000002.json", tmp_path / "down") == '{"iteration": 2}'
+    assert artifact_text(client, after_first, "config.yaml", tmp_path / "down") == "name: quickstart"
+    assert list((spool_dir / "artifacts").iterdir()) == []
+
+    second = Tracker(config, RUN, spool_dir)
+    second.start()
+    second.log_params({"algorithm.name": "grpo", "seed": "8", "leg": "2"})
+    second.log_metrics(3, {"reward/mean": 0.75})
+    wait_until(lambda: Spool(spool_dir).count_left() == 0, DRAIN_SECONDS, "the upload of the second leg")
+    assert the_only_run(client).info.status == "RUNNING"
+    second.set_tags({"roll.leg": "2"})
+    second.end(RunStatus.FINISHED)
+    assert second.close() == 0
+
+    # As after a crash between an upload and its cursor: everything is sent again, and nothing changes.
+    (spool_dir / "cursor.json").unlink()
+    assert upload_once(spool_dir) == 0
+
+    run = the_only_run(client)
+    assert run.info.run_id == after_first.info.run_id
+    assert run.info.status == "FINISHED"
+    assert history(client, run, "reward/mean") == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert len(history(client, run, "update/loss")) == 1
+    assert run.data.params == {"algorithm.name": "grpo", "seed": "7", "leg": "2"}
+    assert run.data.tags["roll.leg"] == "2"
+    assert run.data.tags["roll.store"] == RUN.store_uri
+
+
+def test_a_killed_leg_is_uploaded_to_its_last_event(tmp_path: Path) -> None:
+    program = f"""
+import os, signal
+from pathlib import Path
+from roll_core.config.services import TrackingConfig
+from roll_core.tracking.tracker import Tracker
+from roll_core.types.refs import RunRef
+config = TrackingConfig.model_validate_json({sqlite_config(tmp_path).model_dump_json()!r})
+tracker = Tracker(config, RunRef.model_validate_json({RUN.model_dump_json()!r}), Path({str(tmp_path / "spool")!r}))
+tracker.start()
+tracker.log_metrics(1, {{"reward/mean": 0.25}})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == -signal.SIGKILL
+    spool = Spool(tmp_path / "spool")
+    wait_until(lambda: spool.read_cursor() > 0, DRAIN_SECONDS, "the upload by an orphan")
+    client = MlflowClient(sqlite_config(tmp_path).uri)
+    assert history(client, the_only_run(client), "reward/mean") == [(1, 0.25)]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=5) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+@contextlib.contextmanager
+def mlflow_server(folder: Path, port: int) -> Iterator[str]:
+    """A server with one worker; its process group is ended with it."""
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{folder}/server.db"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
+    with (folder / "server.log").open("wb") as log:
+        server = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        address = f"http://127.0.0.1:{port}"
+        wait_until(lambda: answers(address), SERVER_START_SECONDS, "the start of the MLflow server")
+        yield address
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait(30)
+
+
+def test_what_is_logged_while_the_server_is_down_arrives_once_it_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    port = free_port()
+    config = TrackingConfig(uri=f"http://127.0.0.1:{port}", experiment="tests", drain_seconds=DRAIN_SECONDS)
+    spool = Spool(tmp_path / "spool")
+    tracker = Tracker(config, RUN, spool.folder)
+    tracker.start()
+    tracker.log_params({"seed": "7"})
+    for iteration in range(1, 251):
+        tracker.log_metrics(iteration, {f"area/{number}": float(iteration) for number in range(10)})
+    tracker.log_artifact("manifests/00000002.json", b'{"iteration": 2}')
+    wait_until(lambda: b"Connection refused" in spool.log_file.read_bytes(), 60, "a refused connection")
+    assert spool.count_left() == 252
+
+    with mlflow_server(tmp_path, port) as address:
+        tracker.end(RunStatus.FINISHED)
+        assert tracker.close() == 0
+        client = MlflowClient(address)
+        run = the_only_run(client)
+        assert run.info.status == "FINISHED"
+        assert run.data.params == {"seed": "7"}
+        assert history(client, run, "area/3") == [(iteration, float(iteration)) for iteration in range(1, 251)]
+        assert artifact_text(client, run, "manifests/00000002.json", tmp_path / "down") == '{"iteration": 2}'
