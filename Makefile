@@ -12,14 +12,14 @@ quickstart: setup
 	$(BIN)/roll run configs/runs/quickstart.yaml
 
 test: check
-	$(BIN)/pytest tests/integration
+	$(BIN)/pytest tests/contracts tests/integration
 
 check: setup-test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest tests --ignore=tests/integration
+	$(BIN)/pytest tests/unit tests/architecture
 
 setup: $(VENV)/installed
 setup-test: $(VENV)/installed-test

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from roll_core.config.run import RunConfig
-    from roll_core.types.refs import RunRef
     from roll_core.store.summary import RunSummary
+    from roll_core.types.refs import RunRef
 
 DEFAULT_STORE = "roll-data/store"
 INTERRUPTED = 130
@@ -30,7 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="roll", description="Reinforcement learning of language models that cannot lose work.")
+    parser = argparse.ArgumentParser(
+        prog="roll", description="Reinforcement learning of language models that cannot lose work."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     run = commands.add_parser("run", help="start a run of a config and follow it to the end")
@@ -159,7 +161,11 @@ def _follow(config: "RunConfig", store_uri: str, flow_name: str, parameters: dic
                 summary = flow(**parameters)
         except KeyboardInterrupt:
             view.progress.stop()
-            how = f"resume it with: roll resume {view.run.run_id}{_store_option(store_uri)}" if view.run else "nothing had begun"
+            how = (
+                f"resume it with: roll resume {view.run.run_id}{_store_option(store_uri)}"
+                if view.run
+                else "nothing had begun"
+            )
             console.print(f"stopped; what was committed is safe; {how}", highlight=False)
             return INTERRUPTED
         except RollError as error:

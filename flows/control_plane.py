@@ -54,7 +54,7 @@ def _embedded_server(log_dir: Path) -> Iterator[str]:
         )
     url = f"http://127.0.0.1:{port}/api"
     try:
-        _wait_until_healthy(server, url, log_file)
+        wait_until_healthy(server, url, log_file)
         yield url
     finally:
         server.terminate()
@@ -64,7 +64,7 @@ def _embedded_server(log_dir: Path) -> Iterator[str]:
             server.kill()
 
 
-def _wait_until_healthy(server: subprocess.Popen[bytes], url: str, log_file: Path) -> None:
+def wait_until_healthy(server: subprocess.Popen[bytes], url: str, log_file: Path) -> None:
     ends_at = time.monotonic() + START_DEADLINE_S
     while time.monotonic() < ends_at and server.poll() is None:
         with contextlib.suppress(urllib.error.URLError, OSError), urllib.request.urlopen(f"{url}/health", timeout=5):

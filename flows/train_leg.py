@@ -35,9 +35,7 @@ def train_leg(run: RunRef, leg: int) -> LegEnded:
         while manifest.iteration < services.config.iterations:
             manifest = iterate(manifest, services)
         services.tracker.end(RunStatus.FINISHED)
-    return LegEnded(
-        run_id=run.run_id, leg=leg, last_iteration=manifest.iteration, finished=True, stopped=False, cause=""
-    )
+    return LegEnded(run_id=run.run_id, leg=leg, last_iteration=manifest.iteration, finished=True, stopped=False, cause="")
 
 
 def iterate(manifest: Manifest, services: Services) -> Manifest:
@@ -96,9 +94,7 @@ def run_train_leg(run: RunRef, leg: int, context: dict[str, Any], launcher_pid: 
         except RollError as error:
             chain = read_chain(ObjectStore(run.store_uri), run.run_id)
             last = chain[-1].iteration if chain else -1
-            return LegEnded(
-                run_id=run.run_id, leg=leg, last_iteration=last, finished=False, stopped=False, cause=str(error)
-            )
+            return LegEnded(run_id=run.run_id, leg=leg, last_iteration=last, finished=False, stopped=False, cause=str(error))
 
 
 def die_with(launcher_pid: int) -> None:

@@ -9,7 +9,9 @@ import submitit
 from roll_core.config.services import Launcher, LegsConfig
 
 
-def submit_leg(legs: LegsConfig, folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]) -> submitit.Job[Any]:
+def submit_leg(
+    legs: LegsConfig, folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> submitit.Job[Any]:
     """Start `function(*arguments)` as a leg; its logs and result lie in `folder`."""
     match legs.launcher:
         case Launcher.LOCAL:

@@ -1,4 +1,4 @@
-"""Estimates of KL(policy || other) from the logprobs of tokens the policy sampled, and the names they go by (Schulman 2020)."""
+"""Estimates of KL(policy || other) from the logprobs of sampled tokens, by the names they go by (Schulman 2020)."""
 
 import torch
 from torch import Tensor

@@ -25,5 +25,3 @@ def sequence_mean_token_mean(values_N: Tensor, inputs: LossInputs) -> Tensor:
 
 def _sum_by_sequence(values_N: Tensor, inputs: LossInputs) -> Tensor:
     return values_N.new_zeros(inputs.num_sequences).index_add(0, inputs.sequence_N, values_N)
-
-

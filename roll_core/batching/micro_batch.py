@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class MicroBatch:
         return same_sequence & torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=segment.device).tril()
 
     def to(self, device: torch.device) -> "MicroBatch":
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **moved)
 
 

@@ -29,7 +29,7 @@ def plan_ranks(lengths: list[int], num_ranks: int, limits: PackingLimits) -> lis
     if not lengths:
         return [[()] for _ in range(num_ranks)]
     row_tokens = max(limits.row_tokens or 0, max(lengths))
-    rows = [(i,) for i in range(len(lengths))] if limits.one_sequence_per_row else pack_rows(lengths, row_tokens)
+    rows: list[Row] = [(i,) for i in range(len(lengths))] if limits.one_sequence_per_row else pack_rows(lengths, row_tokens)
     rows_per_micro_batch = max(1, limits.micro_batch_tokens // row_tokens)
     ranks = [_chunks(share, rows_per_micro_batch) for share in _balance(rows, lengths, num_ranks)]
     most = max(len(micro_batches) for micro_batches in ranks)

@@ -8,7 +8,7 @@ import types
 import typing
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -99,7 +99,7 @@ def _number_or_text(text: str) -> float | str:
 
 
 def _explain(error: ValidationError) -> str:
-    """One sentence for the first thing that is wrong; how many more there are. A typo explains a missing key, so it goes first."""
+    """One sentence for the first thing that is wrong. A typo explains a missing key, so it goes first."""
     first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     rest = error.error_count() - 1
     more = f" (and {rest} more)" if rest else ""
@@ -128,7 +128,7 @@ def _locate(loc: tuple[int | str, ...]) -> tuple[type[BaseModel], list[str]]:
     variants: dict[str, type[BaseModel]] = {}
     for part in loc:
         if part in variants:
-            section, variants = variants[cast(str, part)], {}
+            section, variants = variants[str(part)], {}
             continue
         key.append(str(part))
         field = section.model_fields.get(str(part))

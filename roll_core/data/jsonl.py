@@ -43,7 +43,9 @@ def read_problems(key: str, path: Path) -> list[Problem]:
         try:
             row = json.loads(line)
             domain = str(row.get("domain", path.stem))
-            problem = Problem(f"{path.stem}/{number}", domain, (Message(Speaker.USER, str(row["prompt"])),), str(row["answer"]))
+            problem = Problem(
+                f"{path.stem}/{number}", domain, (Message(Speaker.USER, str(row["prompt"])),), str(row["answer"])
+            )
         except (json.JSONDecodeError, AttributeError, KeyError):
             raise UserError(f'{key}: line {number} of {path} must be like {{"prompt": "...", "answer": "..."}}') from None
         problems.append(problem)

@@ -55,7 +55,7 @@ class _Sequence:
 
 
 class _SlotCache:
-    """Keys and values of every slot. Given to the model as its cache; the engine says which rows and positions a call writes."""
+    """Keys and values of every slot, given to the model as its cache; the engine says what a call may write."""
 
     def __init__(self, num_layers: int, num_slots: int, num_kv_heads: int, max_tokens: int, head_dim: int, like: Tensor):
         shape = (num_layers, 2, num_slots, num_kv_heads, max_tokens, head_dim)
@@ -146,7 +146,8 @@ class TorchEngine:
         self._ensure_stepping()
 
     async def sleep(self) -> None:
-        assert not self._running and not self._waiting, "an engine with requests in flight must not sleep"
+        in_flight = len(self._running) + len(self._waiting)
+        assert in_flight == 0, f"an engine must not sleep with {in_flight} requests in flight"
         self._cache = None
         if self._device.type == "cuda":
             self._model.to("cpu")
@@ -171,11 +172,12 @@ class TorchEngine:
 
     def _pass_on_failure(self, loop_task: asyncio.Task[None]) -> None:
         """A step that raises fails every request it held, instead of leaving them waiting for ever."""
-        if loop_task.cancelled() or loop_task.exception() is None:
+        error = None if loop_task.cancelled() else loop_task.exception()
+        if error is None:
             return
         for sequence in [*self._waiting, *self._running]:
             if not sequence.done.done():
-                sequence.done.set_exception(loop_task.exception())
+                sequence.done.set_exception(error)
         self._waiting.clear()
         self._running.clear()
 
@@ -254,6 +256,7 @@ class TorchEngine:
                 sequence.finish(ending)
         self._drop_finished()
 
+    @torch.inference_mode()
     def _drop_finished(self) -> None:
         staying = [slot for slot, sequence in enumerate(self._running) if not sequence.done.done()]
         if len(staying) == len(self._running):

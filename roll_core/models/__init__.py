@@ -1,1 +1,1 @@
-"""Policies as Hugging Face causal language models, and their tokenizers, built from config. Shared by trainers and engines."""
+"""Policies as Hugging Face causal language models, and their tokenizers. Shared by trainers and engines."""

@@ -97,7 +97,10 @@ def _arithmetic(config: RunConfig) -> PlanSection:
             ("optimizer step", f"{rollout.num_trajectories} / {training.optimizer_steps} = {per_step} trajectories"),
             ("rank", f"{per_step} / {len(config.placement.trainer)} = about {per_step / len(config.placement.trainer):.0f}"),
             ("micro-batch", f"at most {training.micro_batch_tokens} tokens, packed: {training.packing}"),
-            ("whole run", f"{config.iterations * rollout.num_trajectories} trajectories, {config.total_optimizer_steps} steps"),
+            (
+                "whole run",
+                f"{config.iterations * rollout.num_trajectories} trajectories, {config.total_optimizer_steps} steps",
+            ),
         ),
     )
 

@@ -26,7 +26,9 @@ def render_report(run_id: str, config: RunConfig, chain: Sequence[Manifest]) -> 
         reward=_line_chart("mean reward of rollouts", reward, 1.0),
         entropy=_line_chart("policy entropy (nats)", entropy, max((y for _, y in entropy), default=1.0)),
         stages=_stage_chart(trained),
-        config="".join(f"<tr><td>{html.escape(k)}</td><td>{html.escape(v)}</td></tr>" for k, v in flat_config(config).items()),
+        config="".join(
+            f"<tr><td>{html.escape(k)}</td><td>{html.escape(v)}</td></tr>" for k, v in flat_config(config).items()
+        ),
     )
 
 
@@ -90,7 +92,9 @@ def _frame(title: str, inside: str, last_x: int, top: float, label: str) -> str:
         f'<text x="{_LEFT - 6}" y="{_y(top * i / 4, top) + 4:.1f}" text-anchor="end">{label.format(top * i / 4)}</text>'
         for i in range(5)
     )
-    ends = f'<text x="{_LEFT}" y="{_HEIGHT - 6}">0</text><text x="{_WIDTH}" y="{_HEIGHT - 6}" text-anchor="end">{last_x}</text>'
+    ends = (
+        f'<text x="{_LEFT}" y="{_HEIGHT - 6}">0</text><text x="{_WIDTH}" y="{_HEIGHT - 6}" text-anchor="end">{last_x}</text>'
+    )
     return (
         f'<figure><figcaption>{title}</figcaption><svg viewBox="0 0 {_WIDTH + 8} {_HEIGHT}">'
         f"{lines}{ends}{inside}</svg></figure>"
@@ -109,10 +113,12 @@ _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{run_id}<
 body{{font:15px/1.5 system-ui,sans-serif;color:#222;max-width:1460px;margin:2rem auto;padding:0 1.5rem}}
 h1{{margin:0;font-size:1.2rem;color:#666;font-weight:500}} h2{{margin:.1rem 0 1rem;font-size:1.8rem}}
 .facts{{display:flex;flex-wrap:wrap;gap:1rem 2.2rem;margin-bottom:1.2rem}} .facts b{{display:block;font-size:1.25rem}}
-.facts span{{color:#666;font-size:.85rem}} .charts{{display:grid;grid-template-columns:repeat(auto-fit,minmax(420px,1fr));gap:1.4rem}}
+.facts span{{color:#666;font-size:.85rem}}
+.charts{{display:grid;grid-template-columns:repeat(auto-fit,minmax(420px,1fr));gap:1.4rem}}
 figure{{margin:0}} figcaption{{font-weight:600;margin-bottom:.2rem}} svg{{width:100%}} svg line{{stroke:#e3e3e3}}
 svg text{{font-size:11px;fill:#777}} polyline{{fill:none;stroke:#2f6f9f;stroke-width:2}} circle{{fill:#2f6f9f}}
-.legend{{font-size:.85rem;color:#555;margin:.2rem 0}} .legend i{{display:inline-block;width:.8em;height:.8em;margin:0 .3em 0 .9em}}
+.legend{{font-size:.85rem;color:#555;margin:.2rem 0}}
+.legend i{{display:inline-block;width:.8em;height:.8em;margin:0 .3em 0 .9em}}
 details{{margin-top:1.5rem}} td{{padding:.05rem .8rem .05rem 0;font-size:.85rem;font-family:ui-monospace,monospace}}
 </style><h1>{run_id}</h1><h2>{headline}</h2><div class="facts">{facts}</div>
 <div class="charts">{accuracy}{reward}<div>{stages}</div>{entropy}</div>

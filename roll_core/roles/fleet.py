@@ -142,7 +142,9 @@ class Fleet:
         calls = {name: actor.start.remote() for name, actor in (self._engines | self._rewards).items()}
         calls["rollout scheduler"] = self._scheduler.start.remote()
         first_rank = next(iter(self._ranks.values()))
-        meeting_point = wait_for({"trainer rank 0": first_rank.meeting_point.remote()}, "start", deadline_s)["trainer rank 0"]
+        meeting_point = wait_for({"trainer rank 0": first_rank.meeting_point.remote()}, "start", deadline_s)[
+            "trainer rank 0"
+        ]
         calls |= {name: rank.start.remote(meeting_point) for name, rank in self._ranks.items()}
         wait_for(calls, "start", deadline_s)
         self._write_process_list()
@@ -177,5 +179,3 @@ class Fleet:
 def _import_paths() -> list[str]:
     root = Path(__file__).resolve().parents[2]
     return [str(root), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-
-

@@ -6,6 +6,7 @@ All ranks get the same calls in the same order. What changes state carries a req
 import shutil
 import socket
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -144,7 +145,9 @@ class TrainerRank:
         metrics: Metrics = {}
         for step in range(plan.steps):
             demonstrations = [source.demonstration(step * plan.batch_size + i) for i in range(plan.batch_size)]
-            samples = [as_sample(renderer.prompt(d.problem.messages), renderer.completion(d.completion)) for d in demonstrations]
+            samples = [
+                as_sample(renderer.prompt(d.problem.messages), renderer.completion(d.completion)) for d in demonstrations
+            ]
             for micro_batch in self._micro_batches(samples, skip_zero_advantages=False):
                 self._backend.accumulate(micro_batch, cross_entropy)
             metrics = self._backend.apply_gradients()
@@ -195,4 +198,4 @@ class TrainerRank:
 def _split_evenly(samples: list[Any], parts: int) -> list[list[Any]]:
     """Consecutive parts whose sizes differ by at most one; whole groups stay together when none of them failed."""
     bounds = [len(samples) * part // parts for part in range(parts + 1)]
-    return [samples[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [samples[start:end] for start, end in pairwise(bounds)]

@@ -10,7 +10,7 @@ from roll_core.errors import DeadlineExceeded, RoleDied, RollError
 
 
 def wait_for(pending: Mapping[str, ray.ObjectRef], stage: str, deadline_s: float) -> dict[str, Any]:
-    """Answers by name. The first failure ends the wait, since the others may then be stuck in a collective with the dead one."""
+    """Answers by name. The first failure ends the wait: the others may be stuck in a collective with the dead one."""
     name_of = {ref: name for name, ref in pending.items()}
     answers: dict[str, Any] = {}
     ends_at = time.monotonic() + deadline_s

@@ -26,7 +26,7 @@ class Renderer(Protocol):
 class CharacterRenderer:
     """Messages joined as they are, a token a character."""
 
-    stop_token_ids = (characters.EOS,)
+    stop_token_ids: tuple[int, ...] = (characters.EOS,)
 
     def prompt(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
         return characters.encode("".join(message.text for message in messages))
@@ -45,7 +45,7 @@ class ChatTemplateRenderer:
         from transformers import AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
-        self.stop_token_ids = (self._tokenizer.eos_token_id,)
+        self.stop_token_ids: tuple[int, ...] = (self._tokenizer.eos_token_id,)
 
     def prompt(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
         chat = [{"role": message.speaker.value, "content": message.text} for message in messages]

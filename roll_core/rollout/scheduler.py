@@ -22,7 +22,8 @@ GRADED_AT_ONCE = 64
 
 
 class EngineClient(Protocol):
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
         """Completions in the order they finish, several at a time."""
@@ -30,7 +31,8 @@ class EngineClient(Protocol):
 
 
 class GraderClient(Protocol):
-    name: str
+    @property
+    def name(self) -> str: ...
 
     async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure]:
         """One answer per item, in order."""

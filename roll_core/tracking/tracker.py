@@ -107,9 +107,7 @@ class Tracker:
             yield
         except (OSError, ValueError) as error:
             if self._num_dropped == 0:
-                _LOGGER.warning(
-                    "tracking loses events, of which this is the first, in %s: %s", self._spool.folder, error
-                )
+                _LOGGER.warning("tracking loses events, of which this is the first, in %s: %s", self._spool.folder, error)
             self._num_dropped += 1
 
     def _spawn_uploader(self) -> subprocess.Popen[bytes]:

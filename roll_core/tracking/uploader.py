@@ -226,9 +226,7 @@ def _in_short(error: Exception) -> str:
 
 
 def _parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m roll_core.tracking.uploader", description="Upload a spool to MLflow."
-    )
+    parser = argparse.ArgumentParser(prog="python -m roll_core.tracking.uploader", description="Upload a spool to MLflow.")
     parser.add_argument("spool_dir", type=Path)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--once", action="store_true", help="upload what is there and exit: 0 if nothing is left, else 1")

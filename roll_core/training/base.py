@@ -1,4 +1,4 @@
-"""What a training backend must do. One object per trainer rank; all ranks are called with the same requests in the same order."""
+"""What a training backend must do. One object per trainer rank; all ranks get the same calls in the same order."""
 
 from collections.abc import Iterator
 from enum import StrEnum

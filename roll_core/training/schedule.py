@@ -6,7 +6,7 @@ from roll_core.config.training import Decay, OptimizerConfig
 
 
 def learning_rate_at(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """Rate of the step-th optimizer step (from 0). Example: warmup_steps=4 gives 1/4, 2/4, 3/4, 1 of the rate, then decay."""
+    """Rate of the step-th optimizer step (from 0). With warmup_steps=4: 1/4, 2/4, 3/4, 1 of the rate, then decay."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))

@@ -13,7 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_model_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -117,15 +122,13 @@ class TorchBackend:
             no_dist=self._world_size == 1,
         )
         mine = sorted(folder.glob(f"__{self._rank}_*.distcp"))
-        return mine + [folder / ".metadata"] if self._rank == 0 else mine
+        return [*mine, folder / ".metadata"] if self._rank == 0 else mine
 
     def load(self, folder: Path) -> None:
         model_state, optimizer_state = get_state_dict(self._scorer, self._optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
+        state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "step": 0}
         dcp.load(state, checkpoint_id=folder, no_dist=self._world_size == 1)
-        set_state_dict(
-            self._scorer, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(self._scorer, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self._step = int(state["step"])
 
     def load_reference(self, folder: Path) -> None:

@@ -14,6 +14,7 @@ class Record(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+
 def digest_of(data: bytes) -> str:
     """SHA-256 in hexadecimal: the name of an artifact."""
     return hashlib.sha256(data).hexdigest()

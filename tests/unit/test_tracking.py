@@ -107,7 +107,7 @@ def test_a_write_cut_short_by_the_disk_costs_that_event_only(tmp_path: Path) -> 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (spool.events_file.stat().st_size + 10, hard))
     try:
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match="No space left"):
             writer.append(metrics_logged(2))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -1,0 +1,141 @@
+"""What one iteration of the quickstart costs beside the model work: Prefect, Ray, store, commit and tracking.
+
+    python benchmarks/control_plane.py [--iterations 12] [--threads 2]
+
+Runs `roll run`, then repeats the same iterations in this process as model work alone (no Ray, Prefect, store, MLflow), then
+times no-op tasks of both kinds against an embedded Prefect server. Prints, in milliseconds per iteration, median and p90 of:
+the iteration from commit to commit, its model work, the difference by where it arises, and Prefect's share of it.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from in_process import ModelWork, replay_model_work
+from roll_runs import WARM_UP, TimedIteration, machine_load, only_at_the_end, run_quickstart, timed_iterations
+
+from flows.control_plane import prefect_api
+from roll_core.types.manifest import Receipt
+
+TARGET_MS = 500.0
+"""Most that one iteration may cost beside the model work."""
+NO_OP_TASKS = 50
+PURE_STAGES = ("collect", "prepare")
+STATE_CHANGING_STAGES = ("update", "publish", "commit")
+"""The tasks of an iteration that neither evaluates nor writes a checkpoint."""
+
+Rows = dict[str, list[float]]
+"""Milliseconds, one number an iteration (or a task), by what they are."""
+
+
+def overhead_rows(timed: Sequence[TimedIteration], work: Sequence[ModelWork]) -> Rows:
+    """An iteration, its model work, and what is left, by where it arises. The indented rows add up to the rest."""
+    pairs = list(zip(timed, work, strict=True))
+    return {
+        "iteration, commit to commit": [1000 * t.seconds for t, _ in pairs],
+        "model work": [1000 * w.total for _, w in pairs],
+        "outside model work": [1000 * (t.seconds - w.total) for t, w in pairs],
+        "  collect: Ray, store, grading apart": _beside(pairs, "collect", lambda w: w.collect),
+        "  prepare: Ray": _beside(pairs, "prepare", lambda w: w.prepare),
+        "  update: Ray": _beside(pairs, "update", lambda w: w.update),
+        "  publish: Ray": _beside(pairs, "publish", lambda w: w.publish),
+        "  between stages: Prefect, tracking": [1000 * _between_stages(t) for t, _ in pairs],
+        "  writing the manifest": [1000 * t.commit_seconds for t, _ in pairs],
+    }
+
+
+def _beside(
+    pairs: Sequence[tuple[TimedIteration, ModelWork]], stage: str, model_work: Callable[[ModelWork], float]
+) -> list[float]:
+    return [1000 * (t.manifest.timings[stage] - model_work(w)) for t, w in pairs]
+
+
+def _between_stages(iteration: TimedIteration) -> float:
+    timings = iteration.manifest.timings
+    return timings["wall"] - sum(seconds for stage, seconds in timings.items() if stage != "wall")
+
+
+def prefect_rows(folder: Path) -> Rows:
+    """No-op tasks of both kinds, as a leg runs its stages, and what an iteration's tasks cost at that price."""
+    with prefect_api(folder):
+        # Prefect reads its settings when it is imported, so only now.
+        from prefect import flow
+
+        from tasks.durability import pure, state_changing
+
+        keep = pure("pure {number}")(no_op)
+        change = state_changing("state changing {number}")(no_op)
+
+        @flow(name="no-ops", result_storage=folder / "stage-cache")
+        def no_ops() -> tuple[list[float], list[float]]:
+            return call_times(keep), call_times(change)
+
+        pure_ms, state_changing_ms = no_ops()
+    per_iteration = [
+        len(PURE_STAGES) * p + len(STATE_CHANGING_STAGES) * s for p, s in zip(pure_ms, state_changing_ms, strict=True)
+    ]
+    return {
+        "one PURE task": pure_ms,
+        "one STATE_CHANGING task": state_changing_ms,
+        f"an iteration's {len(PURE_STAGES)} + {len(STATE_CHANGING_STAGES)} tasks": per_iteration,
+    }
+
+
+def no_op(number: int) -> Receipt:
+    return Receipt(metrics={"number": number})
+
+
+def call_times(task: Callable[[int], Receipt]) -> list[float]:
+    """Milliseconds of each call; the first ones warm up."""
+    milliseconds = []
+    for number in range(WARM_UP + NO_OP_TASKS):
+        start = time.perf_counter()
+        task(number)
+        milliseconds.append(1000 * (time.perf_counter() - start))
+    return milliseconds[WARM_UP:]
+
+
+def print_rows(title: str, rows: Rows) -> None:
+    print(f"{title:<42}{'median':>9}{'p90':>9}")
+    for label, values in rows.items():
+        p90 = statistics.quantiles(values, n=10, method="inclusive")[-1]
+        print(f"{label:<42}{statistics.median(values):>9.1f}{p90:>9.1f}")
+    print()
+
+
+def measure(options: argparse.Namespace, folder: Path) -> None:
+    load_before = machine_load()
+    threads = f"cluster.threads_per_device={options.threads}"
+    run = run_quickstart(folder, [*only_at_the_end(options.iterations), threads])
+    torch.set_num_threads(options.threads)
+    timed = timed_iterations(run.chain)
+    work = replay_model_work(run, run.chain[1:])[WARM_UP:-1]
+    overhead = overhead_rows(timed, work)
+    print(
+        f"Timed: {len(timed)} of {options.iterations} iterations; the first {WARM_UP} (warm-up) and the last (evaluation and"
+    )
+    print("checkpoint) are left out. Model work: the same iterations again in one process, nothing else running.")
+    print(f"Before: {load_before}; after: {machine_load()}.\n")
+    print_rows("milliseconds per iteration", overhead)
+    print_rows("Prefect alone, milliseconds", prefect_rows(folder))
+    median = statistics.median(overhead["outside model work"])
+    print(f"target {TARGET_MS:.0f} ms outside model work: {'met' if median <= TARGET_MS else 'not met'} ({median:.0f} ms)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=12)
+    parser.add_argument("--threads", type=int, default=2, help="torch threads of the roles and of the replay")
+    options = parser.parse_args()
+    if options.iterations < WARM_UP + 3:
+        parser.error(f"--iterations must be at least {WARM_UP + 3}: {WARM_UP} warm up and the last is not timed")
+    with tempfile.TemporaryDirectory(prefix="control-plane-") as folder:
+        measure(options, Path(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""The policy of a finished run in this process, without Ray, Prefect, MLflow or a store to write to.
+
+The benchmarks beside this file use it to take weights out of a checkpoint, to grade any weights with the system's own
+evaluation, and to repeat iterations as the model work alone.
+"""
+
+import asyncio
+import tempfile
+import time
+import warnings
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from roll_runs import FinishedRun
+from torch import Tensor
+
+from roll_core.algorithms.catalog import Algorithm, build_algorithm
+from roll_core.batching.micro_batch import MicroBatch, build_micro_batches
+from roll_core.batching.packing import PackingLimits
+from roll_core.batching.samples import build_samples
+from roll_core.config.run import RunConfig
+from roll_core.config.training import Packing
+from roll_core.data.problem_source import build_source
+from roll_core.inference.base import InFlight, WeightsUpdate
+from roll_core.inference.requests import Completion, GenerationRequest
+from roll_core.inference.torch_engine import TorchEngine
+from roll_core.models.causal_lm import build_model
+from roll_core.roles.reward_role import RewardRole
+from roll_core.rollout import metrics
+from roll_core.rollout.renderer import build_renderer
+from roll_core.rollout.scheduler import RolloutScheduler
+from roll_core.store.checkpoints import download_files
+from roll_core.training.torch_backend import TorchBackend
+from roll_core.types.manifest import Manifest
+from roll_core.types.refs import CheckpointRef
+from roll_core.types.trajectory import Failure, Problem, Score, Trajectory
+
+Weights = dict[str, Tensor]
+"""Tensors by Hugging Face name."""
+
+# One process is what is wanted here; torch.distributed.checkpoint warns of it at every load.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+@dataclass(frozen=True)
+class LocalEngine:
+    name: str
+    engine: TorchEngine
+
+    async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
+        yield list(await asyncio.gather(*(self.engine.generate(request) for request in requests)))
+
+
+@dataclass(frozen=True)
+class LocalGrader:
+    name: str
+    role: RewardRole
+
+    async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure]:
+        return await self.role.grade(items)
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """Seconds of one iteration's stages when nothing but the model work is done."""
+
+    collect: float
+    prepare: float
+    update: float
+    publish: float
+
+    @property
+    def total(self) -> float:
+        return self.collect + self.prepare + self.update + self.publish
+
+
+def checkpoint_at(run: FinishedRun, iteration: int) -> CheckpointRef:
+    checkpoint = run.chain[iteration].checkpoint
+    assert checkpoint is not None, f"iteration {iteration} made no checkpoint"
+    return checkpoint
+
+
+def open_backend(run: FinishedRun, checkpoint: CheckpointRef) -> TorchBackend:
+    """A trainer rank's backend, continued from a checkpoint in the store."""
+    config = run.config
+    backend = TorchBackend(
+        config.model,
+        config.training,
+        seed=config.seed,
+        temperature=config.rollout.temperature,
+        device=torch.device("cpu"),
+    )
+    backend.start_optimizer(config.training.optimizer, config.total_optimizer_steps)
+    with tempfile.TemporaryDirectory() as folder:
+        download_files(run.store, checkpoint, Path(folder))
+        backend.load(Path(folder))
+    return backend
+
+
+@torch.no_grad()
+def save_pretrained(config: RunConfig, weights: Weights, folder: Path) -> None:
+    """A Hugging Face folder that holds the config's model with these weights."""
+    model = build_model(config.model, config.seed)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(weights[name])
+    model.save_pretrained(folder)
+
+
+def held_out_accuracy(config: RunConfig, weights: Weights) -> float:
+    """Greedy accuracy on the config's held-out problems: the evaluation a run does, whoever trained the weights."""
+    return asyncio.run(_held_out_accuracy(config, weights))
+
+
+async def _held_out_accuracy(config: RunConfig, weights: Weights) -> float:
+    engine = _open_engine(config)
+    await engine.adopt(WeightsUpdate(0, weights.items()), InFlight.FINISH)
+    scheduler = _open_scheduler(config, engine)
+    return metrics.accuracy(await scheduler.evaluate(config.evaluation.num_problems, config.deadlines.evaluate))
+
+
+def replay_model_work(run: FinishedRun, manifests: Iterable[Manifest]) -> list[ModelWork]:
+    """Iterations again from the warm-started policy: the same problems, seeds, batches and updates, in one process."""
+    return asyncio.run(_replay(run, manifests))
+
+
+async def _replay(run: FinishedRun, manifests: Iterable[Manifest]) -> list[ModelWork]:
+    config, engine = run.config, _open_engine(run.config)
+    loop = _Loop(
+        config=config,
+        algorithm=build_algorithm(config.algorithm, config.training.optimizer_steps),
+        backend=open_backend(run, checkpoint_at(run, 0)),
+        engine=engine,
+        scheduler=_open_scheduler(config, engine),
+    )
+    await loop.publish(0)
+    return [await loop.iterate(manifest) for manifest in manifests]
+
+
+@dataclass(frozen=True)
+class _Loop:
+    config: RunConfig
+    algorithm: Algorithm
+    backend: TorchBackend
+    engine: TorchEngine
+    scheduler: RolloutScheduler
+
+    def __post_init__(self):
+        if self.config.training.optimizer_steps > 1 or self.algorithm.signals:
+            raise ValueError(
+                "the replay makes one optimizer step and computes no signals: keep to the quickstart's algorithm"
+            )
+
+    async def iterate(self, manifest: Manifest) -> ModelWork:
+        assert manifest.collected is not None
+        times = [time.perf_counter()]
+        trajectories = await self.scheduler.collect(manifest.collected.request, self.config.deadlines.collect)
+        times.append(time.perf_counter())
+        micro_batches = self.prepare(trajectories)
+        times.append(time.perf_counter())
+        for micro_batch in micro_batches:
+            self.backend.accumulate(micro_batch, self.algorithm.loss)
+        self.backend.apply_gradients()
+        times.append(time.perf_counter())
+        await self.publish(manifest.weights_version)
+        times.append(time.perf_counter())
+        return ModelWork(*(end - start for start, end in pairwise(times)))
+
+    def prepare(self, trajectories: list[Trajectory]) -> list[MicroBatch]:
+        training = self.config.training
+        return build_micro_batches(
+            build_samples(trajectories, self.algorithm.advantage),
+            rank=0,
+            num_ranks=1,
+            limits=PackingLimits(training.micro_batch_tokens, training.row_tokens, training.packing is Packing.NONE),
+            skip_zero_advantages=self.algorithm.skips_zero_advantages,
+        )
+
+    async def publish(self, version: int) -> None:
+        await self.engine.sleep()
+        await self.engine.adopt(WeightsUpdate(version, self.backend.weights()), InFlight.FINISH)
+
+
+def _open_engine(config: RunConfig) -> TorchEngine:
+    return TorchEngine(
+        config.model,
+        seed=config.seed,
+        num_slots=config.rollout.slots_per_engine,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+
+
+def _open_scheduler(config: RunConfig, engine: TorchEngine) -> RolloutScheduler:
+    return RolloutScheduler(
+        config.rollout,
+        seed=config.seed,
+        source=build_source(config.problems, config.seed),
+        renderer=build_renderer(config.model),
+        engines=[LocalEngine("engine", engine)],
+        graders=[LocalGrader("grader", RewardRole(config))],
+    )

@@ -1,0 +1,208 @@
+"""The TRL side of grpo_vs_trl.py: GRPOTrainer over the same weights, problems, reward and schedule. Run by it, not by hand.
+
+    python benchmarks/trl_grpo.py FOLDER
+
+FOLDER holds `config.json` (the run's resolved config) and `model/` (the warm-started policy). Written there:
+`iterations.jsonl`, one `TrlIteration` a line, and `trained/`, the final policy. TRL gets the settings that suit it best on a
+CPU: float32, the whole batch at once, no activation checkpointing, no logging, no evaluation, no checkpoints.
+"""
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from roll_core.config.load import validate_config
+from roll_core.config.run import RunConfig
+from roll_core.config.training import OptimizerConfig
+from roll_core.data.problem_source import build_source
+from roll_core.models import characters
+from roll_core.rewards.base import Reward, build_reward
+from roll_core.training.schedule import learning_rate_at
+from roll_core.types.refs import Record
+from roll_core.types.trajectory import Ending, Problem, Trajectory, Turn
+
+
+class TrlIteration(Record):
+    """Example: TrlIteration(seconds=0.92, generate_seconds=0.41, num_tokens=3071, mean_reward=0.15)"""
+
+    seconds: float
+    """From the end of the optimizer step before to the end of this one: everything is in it."""
+    generate_seconds: float
+    num_tokens: int
+    mean_reward: float
+
+
+class Stopwatch(TrainerCallback):
+    """What each optimizer step took and produced. The trainer and the reward note their parts, the callback closes it."""
+
+    def __init__(self) -> None:
+        self.iterations: list[TrlIteration] = []
+        self.generate_seconds = 0.0
+        self.num_tokens = 0
+        self.mean_reward = 0.0
+        self._last = 0.0
+
+    def on_train_begin(self, *_: object, **__: object) -> None:
+        self._last = time.perf_counter()
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        now = time.perf_counter()
+        self.iterations.append(
+            TrlIteration(
+                seconds=now - self._last,
+                generate_seconds=self.generate_seconds,
+                num_tokens=self.num_tokens,
+                mean_reward=self.mean_reward,
+            )
+        )
+        self._last = now
+
+
+class TimedTrainer(GRPOTrainer):
+    """GRPOTrainer that tells the stopwatch how long generation took; `_generate` is its own step for that in TRL 1.16."""
+
+    stopwatch: Stopwatch
+
+    def _generate(self, prompts):
+        start = time.perf_counter()
+        generated = super()._generate(prompts)
+        self.stopwatch.generate_seconds = time.perf_counter() - start
+        return generated
+
+
+class ProblemReward:
+    """The run's own reward, as TRL calls rewards: columns of the dataset come as lists beside the completions."""
+
+    __name__ = "reward"
+
+    def __init__(self, reward: Reward, problems: Sequence[Problem], stopwatch: Stopwatch):
+        self._reward = reward
+        self._problems = problems
+        self._stopwatch = stopwatch
+
+    def __call__(
+        self, *, completions: list[str], completion_ids: list[list[int]], index: list[int], **_: object
+    ) -> list[float]:
+        rewards = asyncio.run(self._grade(completions, [self._problems[i] for i in index]))
+        self._stopwatch.num_tokens = sum(len(ids) for ids in completion_ids)
+        self._stopwatch.mean_reward = sum(rewards) / len(rewards)
+        return rewards
+
+    async def _grade(self, completions: list[str], problems: list[Problem]) -> list[float]:
+        pairs = zip(problems, completions, strict=True)
+        return [(await self._reward(problem, answered(problem, text))).value for problem, text in pairs]
+
+
+def answered(problem: Problem, text: str) -> Trajectory:
+    """A trajectory as far as a reward looks at it: the text of its only turn."""
+    turn = Turn(prompt_ids=(), completion_ids=(), sampler_logprobs=(), weights_versions=(), text=text)
+    return Trajectory(problem.problem_id, problem.domain, 0, 0, (turn,), Ending.STOP, None, None)
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """The project's character tokenizer as transformers knows tokenizers: the same ids, a token a character."""
+    pad, eos = characters.VOCABULARY[characters.PAD], characters.VOCABULARY[characters.EOS]
+    ids = {token: number for number, token in enumerate(characters.VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=pad))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=pad,
+        eos_token=eos,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def trl_settings(config: RunConfig, folder: Path) -> GRPOConfig:
+    """The run's algorithm, rollout and batch in TRL's words."""
+    algorithm, rollout = config.algorithm, config.rollout
+    return GRPOConfig(
+        output_dir=str(folder / "trl"),
+        max_steps=config.iterations,
+        per_device_train_batch_size=rollout.num_trajectories,
+        gradient_accumulation_steps=1,
+        num_generations=rollout.group_size,
+        max_completion_length=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        beta=0.0,
+        epsilon=algorithm.clip_low,
+        epsilon_high=algorithm.clip_high,
+        loss_type="dapo",
+        scale_rewards="group" if algorithm.scale_by_std else "none",
+        max_grad_norm=config.training.optimizer.max_gradient_norm,
+        shuffle_dataset=False,
+        seed=config.seed,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        dataloader_pin_memory=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def optimizer_and_schedule(
+    model: PreTrainedModel, config: OptimizerConfig, total_steps: int
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
+    """The optimizer of the `torch` backend and its learning rate at every step."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate_at(step, config, total_steps) / config.learning_rate
+    )
+    return optimizer, schedule
+
+
+def train(config: RunConfig, folder: Path) -> list[TrlIteration]:
+    """All updates; the trained policy is left in the folder."""
+    source = build_source(config.problems, config.seed)
+    problems = [source.problem(index) for index in range(config.iterations * config.rollout.num_groups)]
+    prompts = ["".join(message.text for message in problem.messages) for problem in problems]
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="sdpa")
+    stopwatch = Stopwatch()
+    trainer = TimedTrainer(
+        model=model,
+        reward_funcs=ProblemReward(build_reward(config.reward), problems, stopwatch),
+        args=trl_settings(config, folder),
+        train_dataset=Dataset.from_dict({"prompt": prompts, "index": list(range(len(prompts)))}),
+        processing_class=character_tokenizer(),
+        callbacks=[stopwatch],
+        optimizers=optimizer_and_schedule(model, config.training.optimizer, config.total_optimizer_steps),
+    )
+    trainer.stopwatch = stopwatch
+    trainer.train()
+    model.save_pretrained(folder / "trained")
+    return stopwatch.iterations
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    config = validate_config(json.loads((folder / "config.json").read_text()), "config.json")
+    torch.set_num_threads(config.cluster.threads_per_device)
+    iterations = train(config, folder)
+    (folder / "iterations.jsonl").write_text("".join(iteration.model_dump_json() + "\n" for iteration in iterations))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The shape of the code, asserted: who may import whom, what the control plane costs, that every task has a kind."""
+
+import importlib
+import json
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+from prefect import Task
+
+import tasks
+from tasks.durability import PureTask, StateChangingTask
+from tests.support import ROOT
+
+HEAVY = {"torch", "transformers", "vllm", "ray"}
+CONTROL_PLANE = ["flows", "tasks", "infra", "roll_core.types", "roll_core.config", "roll_core.store", "roll_core.planning"]
+
+
+def loaded_after_importing(packages: list[str]) -> set[str]:
+    """Top-level modules a fresh interpreter holds after importing every module of some packages."""
+    program = f"""
+import importlib, json, pkgutil, sys
+for name in {packages!r}:
+    package = importlib.import_module(name)
+    for module in pkgutil.walk_packages(package.__path__, name + "."):
+        importlib.import_module(module.name)
+print(json.dumps(sorted(name for name in sys.modules if "." not in name)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_the_import_contracts_hold():
+    done = subprocess.run([f"{sys.exec_prefix}/bin/lint-imports"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_control_plane_loads_no_tensors_and_no_cluster():
+    assert not loaded_after_importing(CONTROL_PLANE) & HEAVY
+
+
+def test_driving_the_roles_loads_no_tensors():
+    """The leg's driver holds Ray handles to the roles; torch lives in their processes only."""
+    assert not loaded_after_importing(["roll_core.roles", "roll_core.rollout"]) & {"torch", "transformers", "vllm"}
+
+
+def test_the_training_process_never_loads_mlflow():
+    assert "mlflow" not in loaded_after_importing(["tasks", "roll_core.roles"])
+
+
+def all_tasks() -> dict[str, Task]:
+    found = {}
+    for module in pkgutil.iter_modules(tasks.__path__, "tasks."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if isinstance(value, Task):
+                found[f"{module.name}.{name}"] = value
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(all_tasks()))
+def test_every_task_is_pure_or_state_changing(name):
+    task = all_tasks()[name]
+    match task:
+        case PureTask():
+            assert task.retries > 0
+            assert task.persist_result
+        case StateChangingTask():
+            assert task.retries == 0
+            assert not task.persist_result
+        case _:
+            pytest.fail(f"{name} was made without tasks.durability")
+
+
+def test_the_stages_are_of_the_kinds_the_design_says():
+    kinds = {name.rsplit(".", 1)[1]: type(task) for name, task in all_tasks().items()}
+    assert {stage for stage in kinds if kinds[stage] is PureTask} == {"collect", "prepare", "evaluate"}
+    assert {"update", "publish", "checkpoint", "commit", "recover"} <= {s for s in kinds if kinds[s] is StateChangingTask}

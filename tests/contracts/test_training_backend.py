@@ -1,0 +1,218 @@
+"""What every training backend must do: the same loss and gradients however a batch is cut, and checkpoints that reshard."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from roll_core.algorithms.catalog import build_algorithm
+from roll_core.batching.micro_batch import MicroBatch, build_micro_batches
+from roll_core.batching.packing import PackingLimits, plan_ranks
+from roll_core.config.algorithm import Aggregation, Grpo
+from roll_core.config.model import Architecture, ScratchModel
+from roll_core.config.training import OptimizerConfig, TrainingConfig
+from roll_core.training.base import Policy
+from roll_core.training.torch_backend import TorchBackend
+from tests.support import random_samples
+
+NUM_SAMPLES = 12
+MODEL = ScratchModel(max_positions=32)
+ALGORITHM = Grpo(entropy_coefficient=0.01, aggregation=Aggregation.SEQUENCE_MEAN_TOKEN_MEAN)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to cut one batch. `micro_batch_tokens` sets the accumulation: all, about half or a quarter of it at a time."""
+
+    num_ranks: int = 1
+    micro_batch_tokens: int = 4096
+    one_sequence_per_row: bool = False
+    reverse: bool = False
+    activation_checkpointing: bool = False
+    chunk_tokens: int = 4096
+
+    @property
+    def limits(self) -> PackingLimits:
+        return PackingLimits(self.micro_batch_tokens, None, self.one_sequence_per_row)
+
+
+REFERENCE = Layout()
+LAYOUTS = {
+    "unpacked": Layout(one_sequence_per_row=True),
+    "accumulated twice": Layout(micro_batch_tokens=52),
+    "accumulated four times": Layout(micro_batch_tokens=26),
+    "accumulated four times, reversed": Layout(micro_batch_tokens=26, reverse=True),
+    "unpacked, accumulated, reversed": Layout(micro_batch_tokens=26, one_sequence_per_row=True, reverse=True),
+    "activations recomputed": Layout(activation_checkpointing=True),
+    "logits three tokens at a time": Layout(chunk_tokens=3),
+    "two ranks": Layout(num_ranks=2),
+    "two ranks, accumulated four times": Layout(num_ranks=2, micro_batch_tokens=13),
+    "two ranks, unpacked, reversed": Layout(num_ranks=2, one_sequence_per_row=True, micro_batch_tokens=26, reverse=True),
+    "three ranks, one of them with a blank micro-batch": Layout(num_ranks=3, micro_batch_tokens=26),
+}
+
+
+def new_backend(layout: Layout, model: ScratchModel = MODEL) -> TorchBackend:
+    training = TrainingConfig(
+        activation_checkpointing=layout.activation_checkpointing, logprob_chunk_tokens=layout.chunk_tokens
+    )
+    backend = TorchBackend(model, training, seed=3, temperature=1.0, device=torch.device("cpu"))
+    backend.start_optimizer(OptimizerConfig(learning_rate=1e-3, max_gradient_norm=1e9), total_steps=10)
+    return backend
+
+
+def micro_batches(layout: Layout, rank: int) -> list[MicroBatch]:
+    cut = build_micro_batches(
+        random_samples(NUM_SAMPLES), rank=rank, num_ranks=layout.num_ranks, limits=layout.limits, skip_zero_advantages=False
+    )
+    return cut[::-1] if layout.reverse else cut
+
+
+def loss_and_gradients(layout: Layout, rank: int) -> tuple[float, dict[str, torch.Tensor], int]:
+    backend = new_backend(layout)
+    cut = micro_batches(layout, rank)
+    for micro_batch in cut:
+        backend.accumulate(micro_batch, build_algorithm(ALGORITHM, 1).loss)
+    gradients = {name: gradient.clone() for name, gradient in backend.gradients()}
+    return backend.apply_gradients()["update/loss"], gradients, len(cut)
+
+
+def _in_rank(rank: int, num_ranks: int, folder: str) -> None:
+    """One gloo rank: every layout of that many ranks, then a checkpoint saved (by two) or loaded and compared (by three)."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting-{num_ranks}", rank=rank, world_size=num_ranks)
+    try:
+        for name, layout in LAYOUTS.items():
+            if layout.num_ranks == num_ranks:
+                result = loss_and_gradients(layout, rank)
+                torch.save(result, f"{folder}/{name} by rank {rank}")
+        if num_ranks == 2:
+            _save(rank, Path(folder))
+        else:
+            _load_and_compare(Path(folder))
+    finally:
+        dist.destroy_process_group()
+
+
+def _save(rank: int, folder: Path) -> None:
+    layout = Layout(num_ranks=2)
+    backend = new_backend(layout)
+    for micro_batch in micro_batches(layout, rank):
+        backend.accumulate(micro_batch, build_algorithm(ALGORITHM, 1).loss)
+    backend.apply_gradients()
+    backend.save(folder / "checkpoint")
+    torch.save(dict(backend.weights()), folder / f"weights by rank {rank}")
+
+
+def _load_and_compare(folder: Path) -> None:
+    backend = new_backend(Layout(num_ranks=3))
+    backend.load(folder / "checkpoint")
+    backend.load_reference(folder / "checkpoint")
+    expected = torch.load(folder / "weights by rank 0")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in backend.weights())
+
+
+@pytest.fixture(scope="module")
+def rank_folder(tmp_path_factory) -> Path:
+    """What two ranks, then three, found: the processes start once for all tests, since starting them is what takes long."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for num_ranks in (2, 3):
+        mp.spawn(_in_rank, (num_ranks, str(folder)), nprocs=num_ranks)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return loss_and_gradients(REFERENCE, 0)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_loss_and_gradients_do_not_depend_on_how_the_batch_is_cut(name, expected, request):
+    layout = LAYOUTS[name]
+    if layout.num_ranks == 1:
+        loss, gradients, cuts = loss_and_gradients(layout, 0)
+    else:
+        folder = request.getfixturevalue("rank_folder")
+        loss, gradients, cuts = torch.load(folder / f"{name} by rank {layout.num_ranks - 1}")
+    assert (cuts > 1) == (layout.micro_batch_tokens < 4096)
+    assert loss == pytest.approx(expected[0], rel=1e-5)
+    assert gradients.keys() == expected[1].keys()
+    for weight, gradient in gradients.items():
+        scale = expected[1][weight].abs().max().item()
+        torch.testing.assert_close(gradient, expected[1][weight], rtol=1e-5, atol=1e-5 * scale)
+
+
+def test_skipping_zero_advantages_changes_no_gradient():
+    algorithm = build_algorithm(Grpo(), 1)
+    half_idle = [s if i % 2 else _without_advantage(s) for i, s in enumerate(random_samples(NUM_SAMPLES))]
+    found = []
+    for skip in (False, True):
+        backend = new_backend(REFERENCE)
+        for micro_batch in build_micro_batches(
+            half_idle, rank=0, num_ranks=1, limits=REFERENCE.limits, skip_zero_advantages=skip
+        ):
+            backend.accumulate(micro_batch, algorithm.loss)
+        found.append(dict(backend.gradients()))
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def _without_advantage(sample):
+    return replace(sample, advantages=(0.0,) * sample.num_tokens)
+
+
+@pytest.mark.parametrize("architecture", list(Architecture))
+def test_logprobs_are_those_of_the_plain_model(architecture):
+    backend = new_backend(Layout(chunk_tokens=5), ScratchModel(max_positions=32, architecture=architecture))
+    samples = random_samples(NUM_SAMPLES)
+    (batch,) = build_micro_batches(samples, rank=0, num_ranks=1, limits=REFERENCE.limits, skip_zero_advantages=False)
+    scored = iter(backend.logprobs(batch, Policy.CURRENT).tolist())
+    lengths = [s.num_tokens for s in samples]
+    order = [i for rows in plan_ranks(lengths, 1, REFERENCE.limits)[0] for row in rows for i in row]
+    for index in order:
+        sample = samples[index]
+        with torch.no_grad():
+            logits = backend._scorer.model(torch.tensor([sample.token_ids])).logits[0].log_softmax(-1)
+        for position in range(sample.num_tokens):
+            if sample.trained[position]:
+                assert next(scored) == pytest.approx(logits[position - 1, sample.token_ids[position]].item(), abs=1e-5)
+
+
+def test_an_optimizer_step_lowers_the_loss_on_the_same_batch():
+    backend, algorithm = new_backend(REFERENCE), build_algorithm(Grpo(), 1)
+    (batch,) = micro_batches(REFERENCE, 0)
+    anchored = batch.with_signals(anchor=backend.logprobs(batch, Policy.CURRENT), reference=None)
+    losses = []
+    for _ in range(5):
+        backend.accumulate(anchored, algorithm.loss)
+        losses.append(backend.apply_gradients()["update/loss"])
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]
+
+
+def test_a_checkpoint_of_two_ranks_continues_on_one_and_on_three(rank_folder):
+    # the three ranks compared when they loaded it, in the fixture
+    backend = new_backend(REFERENCE)
+    backend.load(rank_folder / "checkpoint")
+    expected = torch.load(rank_folder / "weights by rank 0")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in backend.weights())
+
+
+def test_a_loaded_backend_moves_exactly_like_the_one_that_was_saved(tmp_path):
+    def step(backend: TorchBackend) -> None:
+        for micro_batch in micro_batches(REFERENCE, 0):
+            backend.accumulate(micro_batch, build_algorithm(ALGORITHM, 1).loss)
+        backend.apply_gradients()
+
+    original = new_backend(REFERENCE)
+    step(original)
+    original.save(tmp_path / "checkpoint")
+    copy = new_backend(REFERENCE)
+    copy.load(tmp_path / "checkpoint")
+    step(original)
+    step(copy)
+    expected = dict(original.weights())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in copy.weights())

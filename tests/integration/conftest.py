@@ -1,0 +1,93 @@
+"""Real runs: the `roll` command in a folder of its own, with a real Prefect, Ray, store and MLflow behind it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from roll_core.store.object_store import ObjectStore
+from roll_core.store.runs import read_chain
+from roll_core.types.manifest import Manifest
+from tests.support import ROOT
+
+ROLL = str(Path(sys.executable).parent / "roll")
+TINY_RUN = """
+extends: {root}/configs/clusters/laptop.yaml
+name: tiny
+iterations: 3
+model: {{kind: scratch, max_positions: 32}}
+problems: {{kind: arithmetic, puzzle: sort, digits: 3}}
+reward: {{kind: exact_match, partial_credit: 0.5}}
+warm_start: {{steps: 10}}
+rollout: {{num_groups: 4, group_size: 4, max_new_tokens: 5}}
+training: {{optimizer: {{learning_rate: 1.0e-3}}}}
+evaluation: {{every: 2, num_problems: 8}}
+checkpoint: {{every: 3}}
+"""
+
+
+def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = 180.0) -> None:
+    ends_at = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < ends_at, f"after {deadline_s:.0f} s still waiting until {what}"
+        time.sleep(0.05)
+
+
+class Workspace:
+    """A folder in which commands run, as a user's would."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]):
+        self.folder = folder
+        self.environment = environment
+        self.config = folder / "tiny.yaml"
+        self.config.write_text(TINY_RUN.format(root=ROOT))
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """`roll ARGUMENTS` in a process group of its own, so that signals can be sent as a terminal does."""
+        return subprocess.Popen(
+            [ROLL, *arguments],
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def roll(self, *arguments: str, deadline_s: float = 300.0) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end; stdout and stderr together."""
+        process = self.start(*arguments)
+        try:
+            output, _ = process.communicate(timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+    def chain(self, run_id: str = "tiny-1") -> list[Manifest]:
+        return read_chain(ObjectStore(f"file://{self.folder}/roll-data/store"), run_id)
+
+    def wait_for_iteration(self, iteration: int, run_id: str = "tiny-1") -> None:
+        manifest = self.folder / f"roll-data/store/runs/{run_id}/iterations/{iteration:08d}.json"
+        wait_until(manifest.exists, f"iteration {iteration} of {run_id} is committed")
+
+    def pid_of(self, role: str, leg: int = 1, run_id: str = "tiny-1") -> int:
+        return json.loads((self.folder / f"roll-data/work/{run_id}/leg-{leg}/processes.json").read_text())[role]
+
+
+@pytest.fixture(scope="session")
+def prefect_home(tmp_path_factory) -> Path:
+    """One Prefect database for all tests: creating it is what takes long."""
+    return tmp_path_factory.mktemp("prefect-home")
+
+
+@pytest.fixture
+def workspace(tmp_path, prefect_home) -> Workspace:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "RAY_"))}
+    return Workspace(tmp_path, environment | {"PREFECT_HOME": str(prefect_home), "COLUMNS": "160"})

@@ -1,0 +1,77 @@
+"""`roll up` and `prefect deployment run`: the deployments on a real Prefect server with a process worker."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from flows.control_plane import free_port
+from tests.integration.conftest import wait_until
+from tests.support import ROOT
+
+OVERRIDES = [
+    "iterations=2",
+    "warm_start.steps=5",
+    "rollout={num_groups: 4, group_size: 4, max_new_tokens: 8}",
+    "evaluation={every: 2, num_problems: 8}",
+]
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as page:
+            return page.status == 200
+    except OSError:
+        return False
+
+
+async def read_server(api_url: str) -> tuple[set[str], dict[str, str], list[str]]:
+    """Deployment names, flow runs by name with their state, and task-run names."""
+    with temporary_settings({PREFECT_API_URL: api_url}):
+        async with get_client() as client:
+            deployments = {d.name for d in await client.read_deployments()}
+            flow_runs = {r.name: r for r in await client.read_flow_runs()}
+            task_runs = [t.name for t in await client.read_task_runs()]
+    leg = flow_runs["quickstart-1 leg 1"]
+    assert leg.parent_task_run_id is not None, "the leg is not shown as part of the run that launched it"
+    return deployments, {name: run.state_name for name, run in flow_runs.items()}, task_runs
+
+
+def test_a_deployment_runs_on_a_worker_and_shows_every_stage(workspace):
+    for name in ("flows", "tasks", "roll_core", "infra", "configs", "prefect.yaml"):
+        (workspace.folder / name).symlink_to(ROOT / name)
+    prefect_port, mlflow_port = free_port(), free_port()
+    api_url = f"http://127.0.0.1:{prefect_port}/api"
+    up = workspace.start("up", "--prefect-port", str(prefect_port), "--mlflow-port", str(mlflow_port))
+    try:
+        wait_until(lambda: answers(f"http://127.0.0.1:{mlflow_port}"), "the MLflow page answers")
+        watched = subprocess.run(
+            [sys.executable, "-m", "prefect", "deployment", "run", "rlvr/quickstart", "--watch"]
+            + ["--param", f"overrides={json.dumps(OVERRIDES)}"],
+            env=workspace.environment | {"PREFECT_API_URL": api_url},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert watched.returncode == 0, watched.stdout + watched.stderr
+        chain = workspace.chain("quickstart-1")
+        assert [m.iteration for m in chain] == [0, 1, 2]
+        expected = {"collect 1", "prepare 1", "update 1", "publish 1", "commit 1", "evaluate 2", "checkpoint 2", "commit 2"}
+        wait_until(
+            lambda: expected <= set(asyncio.run(read_server(api_url))[2]), "every stage is on the Prefect server", 30.0
+        )
+        deployments, flow_runs, _ = asyncio.run(read_server(api_url))
+        assert deployments == {"quickstart", "qwen3-moe"}
+        assert set(flow_runs.values()) == {"Completed"}
+        assert up.poll() is None
+    finally:
+        os.kill(up.pid, signal.SIGINT)
+        output, _ = up.communicate(timeout=60)
+    assert up.returncode == 0, output

@@ -1,0 +1,89 @@
+"""Kill -9 in the middle of an iteration, resume, finish: what was committed stays, and nothing is done twice."""
+
+import os
+import signal
+
+import pytest
+from mlflow import MlflowClient
+
+from tests.integration.conftest import wait_until
+
+
+def committed_runs(workspace):
+    client = MlflowClient(f"sqlite:///{workspace.folder}/roll-data/mlflow.db")
+    return client, client.search_runs([client.get_experiment_by_name("roll").experiment_id])
+
+
+def gone(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize("victim", ["flow", "trainer rank 0", "engine 0"])
+def test_a_killed_run_resumes_from_its_last_commit_and_finishes(workspace, victim):
+    process = workspace.start(
+        "run", str(workspace.config), "--set", "iterations=8", "--set", "checkpoint.every=3", "--set", "legs.max_failures=0"
+    )
+    workspace.wait_for_iteration(4)
+    leg = workspace.pid_of("leg")
+    os.kill(process.pid if victim == "flow" else workspace.pid_of(victim), signal.SIGKILL)
+    output, _ = process.communicate(timeout=120)
+    wait_until(lambda: gone(leg), "the killed run's leg is gone")
+    before = workspace.chain()
+    assert 4 <= before[-1].iteration < 8, "the run was over before it could be killed"
+    if victim != "flow":
+        assert process.returncode == 1
+        assert f"{victim} died" in output or "the leg's process died" in output or "needs died" in output, output
+        assert "roll resume tiny-1" in output
+        assert "Traceback" not in output
+
+    resumed = workspace.roll("resume", "tiny-1")
+
+    assert resumed.returncode == 0, resumed.stdout
+    after = workspace.chain()
+    assert after[: len(before)] == before
+    assert [m.iteration for m in after] == list(range(9))
+    assert {m.leg for m in after} == {1, 2}
+    client, runs = committed_runs(workspace)
+    assert [run.info.status for run in runs] == ["FINISHED"]
+    history = client.get_metric_history(runs[0].info.run_id, "reward/mean")
+    assert sorted({point.step for point in history}) == list(range(1, 9))
+
+
+def test_a_run_survives_a_lost_trainer_by_itself(workspace):
+    process = workspace.start("run", str(workspace.config), "--set", "iterations=8")
+    workspace.wait_for_iteration(3)
+    os.kill(workspace.pid_of("trainer rank 0"), signal.SIGKILL)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert {m.leg for m in workspace.chain()} == {1, 2}
+    assert workspace.chain()[-1].iteration == 8
+
+
+def test_a_recovered_policy_is_the_one_that_was_lost(workspace):
+    """The next leg replays updates from stored rollouts; its next rollouts must equal those of a run that never broke."""
+    settings = ["--set", "iterations=6", "--set", "checkpoint.every=4", "--set", "legs.max_failures=0"]
+    assert workspace.roll("run", str(workspace.config), *settings).returncode == 0
+    process = workspace.start("run", str(workspace.config), *settings)
+    workspace.wait_for_iteration(2, "tiny-2")
+    os.kill(workspace.pid_of("trainer rank 0", run_id="tiny-2"), signal.SIGKILL)
+    process.communicate(timeout=120)
+    assert workspace.roll("resume", "tiny-2").returncode == 0
+    unbroken, broken = workspace.chain("tiny-1"), workspace.chain("tiny-2")
+    assert {m.leg for m in broken} == {1, 2}
+    rewards = [[m.metrics.get("reward/mean") for m in chain] for chain in (unbroken, broken)]
+    assert rewards[0] == rewards[1]
+
+
+def test_ctrl_c_leaves_a_resumable_run_and_says_how(workspace):
+    process = workspace.start("run", str(workspace.config), "--set", "iterations=200")
+    workspace.wait_for_iteration(2)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "roll resume tiny-1" in output
+    assert "Traceback" not in output
+    assert "resumable" in workspace.roll("runs").stdout

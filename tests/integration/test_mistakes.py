@@ -1,0 +1,67 @@
+"""A user's mistake is one sentence that names the key and the fix, exit code 2, before anything starts."""
+
+import socket
+
+import pytest
+
+
+def assert_refused(done, says: str) -> None:
+    lines = done.stdout.strip().splitlines()
+    assert done.returncode == 2, done.stdout
+    assert len(lines) == 1, done.stdout
+    assert lines[0].startswith("roll: ")
+    assert says in lines[0]
+
+
+@pytest.mark.parametrize("command", ["run", "plan"])
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("rollout.grup_size=4", "rollout.grup_size is not a key; did you mean 'group_size'?"),
+        ("training.optimizer_steps=3", "rollout.num_groups (4) must be a multiple of training.optimizer_steps (3)"),
+    ],
+)
+def test_a_bad_setting(workspace, command, setting, says):
+    assert_refused(workspace.roll(command, str(workspace.config), "--set", setting), says)
+    assert not (workspace.folder / "roll-data").exists()
+
+
+def test_a_missing_config(workspace):
+    assert_refused(workspace.roll("run", "tinny.yaml"), "tinny.yaml; did you mean")
+
+
+def test_a_missing_problem_file(workspace):
+    settings = ["--set", "problems={kind: jsonl, train: nowhere.jsonl, held_out: nowhere.jsonl}"]
+    assert_refused(workspace.roll("run", str(workspace.config), *settings), "problems.train: no such file nowhere.jsonl")
+
+
+def test_a_missing_model(workspace):
+    settings = ["--set", "model={kind: pretrained, path: /nowhere, max_positions: 64}"]
+    assert_refused(workspace.roll("run", str(workspace.config), *settings), "model.path: no Hugging Face model in /nowhere")
+
+
+def test_an_unwritable_store(workspace):
+    (workspace.folder / "in-the-way").write_text("")
+    settings = ["--set", "store.uri=in-the-way/store"]
+    assert_refused(workspace.roll("run", str(workspace.config), *settings), "store.uri: cannot write to")
+
+
+def test_an_unknown_run(workspace):
+    assert_refused(workspace.roll("resume", "tiny-7"), "there is no run 'tiny-7'")
+    assert_refused(workspace.roll("show", "tiny-7"), "there is no run 'tiny-7'")
+
+
+def test_a_busy_port(workspace):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = workspace.roll("up", "--prefect-port", str(port))
+    assert_refused(done, f"--prefect-port: port {port} is in use: stop what uses it, or give another --prefect-port")
+
+
+def test_plan_touches_nothing_and_says_what_would_run(workspace):
+    before = sorted(workspace.folder.rglob("*"))
+    done = workspace.roll("plan", str(workspace.config))
+    assert done.returncode == 0
+    for word in ("collect", "trainer", "4 x 4 = 16 trajectories", "store", "tracking"):
+        assert word in done.stdout
+    assert sorted(workspace.folder.rglob("*")) == before

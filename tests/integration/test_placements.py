@@ -1,0 +1,33 @@
+"""Other shapes of the same run: several trainer ranks, engines of their own, every signal, a tracker that is down."""
+
+from flows.control_plane import free_port
+
+
+def test_two_sharded_ranks_and_two_engines_of_their_own_with_every_signal(workspace):
+    done = workspace.roll(
+        "run",
+        str(workspace.config),
+        *("--set", "cluster={devices_per_node: 4, threads_per_device: 1}"),
+        *("--set", "placement={trainer: 0-1, engines: 2-3, reward_workers: 2}"),
+        *("--set", "training.optimizer_steps=2"),
+        *("--set", "algorithm={kind: grpo, kl_coefficient: 0.01, entropy_coefficient: 0.001}"),
+    )
+    assert done.returncode == 0, done.stdout
+    chain = workspace.chain()
+    assert [m.iteration for m in chain] == [0, 1, 2, 3]
+    assert {"update/kl_to_reference", "update/entropy"} <= chain[-1].metrics.keys()
+    assert chain[1].metrics["update/kl_to_sampler"] < 1e-3
+    assert chain[-1].metrics["update/kl_to_reference"] > 0
+    assert len(chain[-1].checkpoint.files) == 3  # one of each rank, and the metadata
+
+
+def test_training_goes_on_while_the_tracker_is_down(workspace):
+    done = workspace.roll(
+        "run",
+        str(workspace.config),
+        *("--set", f"tracking={{uri: 'http://127.0.0.1:{free_port()}', drain_seconds: 2}}"),
+    )
+    assert done.returncode == 0, done.stdout
+    assert workspace.chain()[-1].iteration == 3
+    spool = workspace.folder / "roll-data/work/tiny-1/tracking/events.jsonl"
+    assert "reward/mean" in spool.read_text()

@@ -1,0 +1,77 @@
+"""Small things several tests need: a tiny config, hand-made samples, a finished turn."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+from roll_core.config.load import validate_config
+from roll_core.config.run import RunConfig
+from roll_core.types.sample import Sample
+from roll_core.types.trajectory import Ending, Failure, Score, Trajectory, Turn
+
+ROOT = Path(__file__).resolve().parents[1]
+
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "iterations": 2,
+    "model": {"kind": "scratch", "max_positions": 32},
+    "problems": {"kind": "arithmetic", "puzzle": "sort", "digits": 3},
+    "reward": {"kind": "exact_match", "partial_credit": 0.5},
+    "rollout": {"num_groups": 4, "group_size": 4, "max_new_tokens": 5},
+    "training": {"optimizer": {"learning_rate": 1e-3}},
+    "evaluation": {"every": 1, "num_problems": 8},
+    "checkpoint": {"every": 1},
+}
+
+
+def tiny_config(folder: Path, **sections: Any) -> RunConfig:
+    """A config small enough for a test, with everything it writes under `folder`."""
+    places = {
+        "store": {"uri": str(folder / "store")},
+        "tracking": {"uri": f"sqlite:///{folder / 'mlflow.db'}"},
+        "work_dir": str(folder / "work"),
+    }
+    return validate_config(TINY | places | sections, "tiny")
+
+
+def random_samples(count: int, seed: int = 0) -> list[Sample]:
+    """Sequences of different lengths with random tokens, advantages and sampler logprobs."""
+    rng = random.Random(seed)
+    return [_random_sample(rng) for _ in range(count)]
+
+
+def _random_sample(rng: random.Random) -> Sample:
+    prompt, completion = rng.randint(2, 6), rng.randint(1, 7)
+    untrained = (0.0,) * prompt
+    return Sample(
+        token_ids=tuple(rng.randrange(2, 60) for _ in range(prompt + completion)),
+        trained=(False,) * prompt + (True,) * completion,
+        advantages=untrained + (rng.gauss(0, 1),) * completion,
+        sampler_logprobs=untrained + tuple(rng.uniform(-5, 0) for _ in range(completion)),
+        anchor_logprobs=(),
+        reference_logprobs=(),
+        oldest_weights_version=0,
+    )
+
+
+def trajectory(
+    group: int, attempt: int, reward: float | None, *, prompt: int = 2, completion: int = 3, version: int = 0
+) -> Trajectory:
+    """A finished attempt; `reward=None` is one whose grading failed."""
+    turn = Turn(
+        prompt_ids=tuple(range(2, 2 + prompt)),
+        completion_ids=tuple(range(10, 10 + completion)),
+        sampler_logprobs=(-0.5,) * completion,
+        weights_versions=(version,) * completion,
+        text="x" * completion,
+    )
+    return Trajectory(
+        problem_id=f"sort/train/{group}",
+        domain="sort",
+        group=group,
+        attempt=attempt,
+        turns=(turn,),
+        ending=Ending.STOP,
+        score=None if reward is None else Score(reward, reward == 1.0),
+        failure=Failure("grade", "boom") if reward is None else None,
+    )

@@ -1,0 +1,125 @@
+"""Configs: strict, explained in one sentence, the same whoever loads them."""
+
+from pathlib import Path
+
+import pytest
+
+from roll_core.config.load import load_config
+from roll_core.config.run import flat_config
+from roll_core.errors import UserError
+from tests.support import ROOT
+
+RUN_FILES = sorted((ROOT / "configs/runs").glob("*.yaml"))
+
+
+def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def sentence(path: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(path, overrides)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize("path", RUN_FILES, ids=lambda p: p.stem)
+def test_every_run_file_loads_and_overrides_at_most_twenty_lines(path):
+    assert load_config(path).name == path.stem
+    settings = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    assert len(settings) <= 20
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("algorithm.clip_hihg=0.3", "algorithm.clip_hihg is not a key; did you mean 'clip_high'?"),
+        ("rollout.grup_size=4", "rollout.grup_size is not a key; did you mean 'group_size'?"),
+        ("problems.digts=4", "problems.digts is not a key; did you mean 'digits'?"),
+        ("warm_start.optimizer.lr=1", "warm_start.optimizer.lr is not a key; valid keys here: learning_rate"),
+        ("itertions=4", "itertions is not a key; did you mean 'iterations'?"),
+        ("problems.kind=jsnl", "problems.kind is 'jsnl', expected one of 'arithmetic', 'jsonl'"),
+        ("rollout.group_size=1", "rollout.group_size (1) must be at least 2"),
+        ("rollout.group_size=zero", "rollout.group_size is 'zero', but input should be a valid integer"),
+        ("rollout.num_groups=0", "rollout.num_groups is 0, but input should be greater than 0"),
+        ("training.optimizer_steps=5", "rollout.num_groups (32) must be a multiple of training.optimizer_steps (5)"),
+        ("rollout.max_new_tokens=32", "rollout.max_new_tokens (32) must be below model.max_positions (32)"),
+        ("training.micro_batch_tokens=8", "training.micro_batch_tokens (8) must be at least model.max_positions (32)"),
+        ("rollout.temperature=0", "rollout.temperature must be above 0"),
+        ("placement.engines=[1]", "placement.engines names device 1, but cluster.nodes (1) x cluster.devices_per_node (1)"),
+        ("placement.trainer=0-x", "placement.trainer: '0-x' is not a list of devices"),
+        ("name=a/b", "name ('a/b') may hold letters, digits"),
+        ("model.num_heads=5", "model: hidden_size (96) must be a multiple of num_heads (5)"),
+        ("algorithm.clip_low=1.5", "algorithm: clip_low (1.5) must be below 1"),
+        ("rollout", "--set rollout: write it as key=value"),
+        ("seed.x=1", "--set seed.x: 'seed' is a value, not a section"),
+    ],
+)
+def test_a_mistake_is_one_sentence_that_names_the_key(setting, says):
+    overrides = ["seed=1", setting]
+    assert says in sentence(ROOT / "configs/runs/quickstart.yaml", *overrides)
+
+
+def test_partly_shared_devices_are_refused_naming_both_choices(tmp_path):
+    said = sentence(ROOT / "configs/runs/quickstart.yaml", "cluster.devices_per_node=3", "placement.trainer=0-1")
+    assert "make the two lists equal (colocated) or disjoint (disaggregated)" in said
+
+
+def test_a_missing_file_is_named_with_its_nearest_neighbour():
+    assert "did you mean" in sentence(ROOT / "configs/runs/quikstart.yaml")
+
+
+def test_a_missing_parent_names_the_file_that_extends_it(tmp_path):
+    path = write(tmp_path, "extends: nowhere.yaml\nname: a\n")
+    assert f"extends in {path}: no such file" in sentence(path)
+
+
+def test_files_that_extend_each_other_are_refused(tmp_path):
+    write(tmp_path, "extends: b.yaml\n", "a.yaml")
+    write(tmp_path, "extends: a.yaml\n", "b.yaml")
+    assert "extends itself" in sentence(tmp_path / "a.yaml")
+
+
+def test_broken_yaml_is_one_sentence(tmp_path):
+    assert "is not valid YAML" in sentence(write(tmp_path, "name: [a\n"))
+
+
+def test_a_typo_is_reported_before_the_key_it_leaves_missing(tmp_path):
+    said = sentence(write(tmp_path, "name: a\niteratons: 3\n"))
+    assert "iteratons is not a key; did you mean 'iterations'?" in said
+
+
+def test_later_files_and_overrides_win(tmp_path):
+    write(tmp_path, "name: base\niterations: 1\nrollout: {num_groups: 8, group_size: 4}\n", "base.yaml")
+    path = write(tmp_path, "extends: base.yaml\nname: child\nrollout: {group_size: 2}\n")
+    config = load_config(path, ["iterations=3", "training.optimizer.learning_rate=3e-4"])
+    assert (config.name, config.iterations) == ("child", 3)
+    assert (config.rollout.num_groups, config.rollout.group_size) == (8, 2)
+    assert config.training.optimizer.learning_rate == 3e-4
+
+
+def test_paths_are_absolute_so_that_every_process_means_the_same_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(ROOT / "configs/runs/quickstart.yaml")
+    assert config.store.uri == f"file://{tmp_path}/roll-data/store"
+    assert config.tracking.uri == f"sqlite:///{tmp_path}/roll-data/mlflow.db"
+    assert load_config(ROOT / "configs/runs/quickstart.yaml", ["store.uri=s3://b/x"]).store.uri == "s3://b/x"
+
+
+def test_device_ranges_are_spelt_out():
+    config = load_config(ROOT / "configs/runs/qwen3-moe.yaml")
+    assert config.placement.engines == tuple(range(32, 64))
+
+
+def test_a_config_survives_its_own_json(tmp_path):
+    config = load_config(ROOT / "configs/runs/quickstart.yaml")
+    assert type(config).model_validate_json(config.model_dump_json()) == config
+
+
+def test_flat_config_names_every_value_by_its_dotted_key():
+    flat = flat_config(load_config(ROOT / "configs/runs/quickstart.yaml"))
+    assert flat["rollout.group_size"] == "16"
+    assert flat["training.optimizer.decay"] == "linear"

@@ -1,0 +1,247 @@
+"""Trajectories as Parquet, problems by seed, rewards, and the scheduler with engines and graders made for the test."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import pyarrow.parquet as pq
+import pytest
+
+from roll_core.config.problems import ArithmeticProblems, JsonlProblems, Puzzle
+from roll_core.config.rollout import RolloutConfig
+from roll_core.data.arithmetic import ArithmeticSource
+from roll_core.data.jsonl import JsonlSource
+from roll_core.errors import DeadlineExceeded, RewardError, UserError
+from roll_core.inference.requests import Completion, GenerationRequest
+from roll_core.models import characters
+from roll_core.rewards.exact_match import ExactMatchReward, matching_share
+from roll_core.rewards.number_match import NumberMatchReward
+from roll_core.rollout.metrics import accuracy, describe
+from roll_core.rollout.renderer import CharacterRenderer
+from roll_core.rollout.scheduler import RolloutScheduler
+from roll_core.seeds import derive_seed
+from roll_core.store.rollouts import decode_trajectories, encode_trajectories
+from roll_core.types.manifest import CollectRequest
+from roll_core.types.trajectory import Ending, Failure, Message, Problem, Score, Speaker, Trajectory
+from tests.support import trajectory
+
+REQUEST = CollectRequest(iteration=1, parent="p" * 64, weights_version=3, first_problem=10, num_groups=4)
+
+
+# -------------------------------------------------------------------------------------------------- Parquet
+def test_trajectories_survive_parquet_and_give_the_same_bytes_again(tmp_path):
+    trajectories = [trajectory(0, 0, 1.0), trajectory(0, 1, None), trajectory(1, 0, 0.25, completion=7)]
+    data = encode_trajectories(trajectories)
+    assert decode_trajectories(data) == trajectories
+    assert encode_trajectories(decode_trajectories(data)) == data
+    (tmp_path / "t.parquet").write_bytes(data)
+    assert pq.read_table(tmp_path / "t.parquet").column("group").to_pylist() == [0, 0, 1]
+
+
+# -------------------------------------------------------------------------------------------------- problems
+def test_problems_depend_on_seed_and_index_alone():
+    source, again = (ArithmeticSource(ArithmeticProblems(), seed=5) for _ in range(2))
+    assert [source.problem(i) for i in (7, 3)] == [again.problem(i) for i in (7, 3)]
+    assert source.problem(7) != ArithmeticSource(ArithmeticProblems(), seed=6).problem(7)
+
+
+def test_held_out_problems_are_never_trained_on_and_do_not_depend_on_the_seed():
+    source = ArithmeticSource(ArithmeticProblems(digits=3), seed=5)
+    held_out = {p.messages[0].text for p in source.held_out(50)}
+    assert len(held_out) == 50
+    assert held_out == {p.messages[0].text for p in ArithmeticSource(ArithmeticProblems(digits=3), seed=9).held_out(50)}
+    trained = {source.problem(i).messages[0].text for i in range(3000)}
+    assert not held_out & trained
+    assert not held_out & {source.demonstration(i).problem.messages[0].text for i in range(500)}
+
+
+@pytest.mark.parametrize(
+    ("puzzle", "question", "answer"),
+    [(Puzzle.SORT, "40213>", "01234"), (Puzzle.REVERSE, "40213<", "31204"), (Puzzle.ADD, "17+25=", "042")],
+)
+def test_puzzles_have_the_right_answers(puzzle, question, answer):
+    source = ArithmeticSource(ArithmeticProblems(puzzle=puzzle, digits=2 if puzzle is Puzzle.ADD else 5), seed=0)
+    for problem in (source.problem(i) for i in range(20)):
+        text = problem.messages[0].text
+        assert (text[-1], len(problem.answer)) == (question[-1], len(answer))
+        if puzzle is Puzzle.SORT:
+            assert problem.answer == "".join(sorted(text[:-1]))
+        elif puzzle is Puzzle.REVERSE:
+            assert problem.answer == text[-2::-1]
+        else:
+            assert int(problem.answer) == sum(map(int, text[:-1].split("+")))
+
+
+def test_noisy_demonstrations_are_well_formed():
+    source = ArithmeticSource(ArithmeticProblems(digits=5, demonstration_noise=1.0), seed=0)
+    demonstrations = [source.demonstration(i) for i in range(200)]
+    assert all(sorted(d.completion) == sorted(d.problem.answer) for d in demonstrations)
+    assert sum(d.completion == d.problem.answer for d in demonstrations) < 20
+
+
+def test_more_held_out_problems_than_exist_is_one_sentence():
+    with pytest.raises(UserError, match=r"evaluation.num_problems \(256\) is more than problems.digits=1 can give"):
+        ArithmeticSource(ArithmeticProblems(digits=1), seed=0).held_out(256)
+
+
+def test_jsonl_problems_come_in_a_seeded_order_once_per_pass(tmp_path):
+    lines = [f'{{"prompt": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(5)]
+    (tmp_path / "train.jsonl").write_text("".join(lines))
+    config = JsonlProblems(train=str(tmp_path / "train.jsonl"), held_out=str(tmp_path / "train.jsonl"))
+    source = JsonlSource(config, seed=1)
+    first, second = ([source.problem(5 * epoch + i).answer for i in range(5)] for epoch in range(2))
+    assert sorted(first) == sorted(second) == ["1", "2", "3", "4", "5"]
+    assert first != second
+    assert [p.answer for p in source.held_out(2)] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [('{"prompt": "a"}', "line 1 of"), ("nonsense", "line 1 of"), ("", "holds no problems")]
+)
+def test_a_bad_jsonl_file_is_one_sentence(tmp_path, text, says):
+    (tmp_path / "t.jsonl").write_text(text)
+    with pytest.raises(UserError, match=f"problems.train: .*{says}|problems.train: {says}"):
+        JsonlSource(JsonlProblems(train=str(tmp_path / "t.jsonl"), held_out="x"), seed=0)
+
+
+def test_seeds_differ_by_place_and_are_stable():
+    assert derive_seed(0, "collect", 4, 2) == derive_seed(0, "collect", 4, 2)
+    assert len({derive_seed(0, "collect", i, j) for i in range(50) for j in range(50)}) == 2500
+    assert derive_seed(0, "a") != derive_seed(1, "a")
+
+
+# -------------------------------------------------------------------------------------------------- rewards
+def grade(reward, text: str, answer: str) -> Score:
+    answered = trajectory(0, 0, 0.0)
+    from dataclasses import replace
+
+    answered = replace(answered, turns=(replace(answered.turns[0], text=text),))
+    problem = Problem("p/1", "p", (Message(Speaker.USER, "?"),), answer)
+    return asyncio.run(reward(problem, answered))
+
+
+def test_exact_match_pays_for_right_answers_and_in_part_for_right_positions():
+    assert grade(ExactMatchReward(0.5), " 01234\n", "01234") == Score(1.0, True)
+    assert grade(ExactMatchReward(0.5), "01243", "01234") == Score(0.5 * 3 / 5, False)
+    assert grade(ExactMatchReward(0.0), "01243", "01234") == Score(0.0, False)
+
+
+def test_missing_and_superfluous_positions_cost():
+    assert (matching_share("0143", "0134"), matching_share("01", "0134"), matching_share("", "")) == (0.5, 0.5, 0.0)
+
+
+def test_number_match_takes_the_last_number():
+    assert grade(NumberMatchReward(0.0), "6 times 7 is 42.", "42").correct
+    assert grade(NumberMatchReward(0.0), "it is 1,042", "1042").correct
+    assert not grade(NumberMatchReward(0.0), "no idea", "42").correct
+    assert grade(NumberMatchReward(0.01), "-0.499", "-0.5").correct
+
+
+def test_a_problem_that_cannot_be_graded_raises_instead_of_scoring_zero():
+    with pytest.raises(RewardError, match="reward 'number_match' could not grade problem p/1"):
+        grade(NumberMatchReward(0.0), "42", "forty-two")
+
+
+# -------------------------------------------------------------------------------------------------- scheduler
+@dataclass
+class EchoEngine:
+    """Answers with the prompt, in an order of its own; `stuck` requests never come back."""
+
+    name: str
+    stuck: int = 0
+    seen: list[GenerationRequest] = field(default_factory=list)
+
+    async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
+        self.seen += requests
+        for request in reversed(requests[self.stuck :]):
+            tokens = (*request.prompt_ids[:-1], characters.EOS)
+            count = len(tokens)
+            yield [Completion(request.request_id, tokens, (-0.1,) * count, (3,) * count, Ending.STOP)]
+        if self.stuck:
+            await asyncio.Event().wait()
+
+
+class ExactGrader:
+    """Grades as the reward role does, and fails on attempts it is told to."""
+
+    def __init__(self, failing_attempt: int | None = None):
+        self.name = "grader"
+        self._failing = failing_attempt
+
+    async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure]:
+        return [
+            Failure("grade", "boom") if t.attempt == self._failing else Score(0.5, p.answer == t.turns[-1].text)
+            for p, t in items
+        ]
+
+
+def scheduler(engines: list[EchoEngine], grader: ExactGrader | None = None) -> RolloutScheduler:
+    return RolloutScheduler(
+        RolloutConfig(num_groups=4, group_size=3, max_new_tokens=8),
+        seed=0,
+        source=ArithmeticSource(ArithmeticProblems(digits=4), seed=0),
+        renderer=CharacterRenderer(),
+        engines=engines,
+        graders=[grader or ExactGrader()],
+    )
+
+
+def test_every_attempt_comes_back_once_in_order_whatever_order_it_finished_in():
+    trajectories = asyncio.run(scheduler([EchoEngine("a"), EchoEngine("b")]).collect(REQUEST, 5.0))
+    assert [(t.group, t.attempt) for t in trajectories] == [(g, a) for g in range(4) for a in range(3)]
+    source = ArithmeticSource(ArithmeticProblems(digits=4), seed=0)
+    assert [t.problem_id for t in trajectories[::3]] == [source.problem(10 + g).problem_id for g in range(4)]
+
+
+def test_groups_stay_whole_on_an_engine_and_every_attempt_has_its_own_seed():
+    engines = [EchoEngine("a"), EchoEngine("b")]
+    asyncio.run(scheduler(engines).collect(REQUEST, 5.0))
+    groups = [{request.request_id.split("/")[0] for request in engine.seen} for engine in engines]
+    assert groups == [{"0", "2"}, {"1", "3"}]
+    assert len({request.seed for engine in engines for request in engine.seen}) == 12
+
+
+def test_a_grader_that_fails_costs_that_trajectory_only():
+    trajectories = asyncio.run(scheduler([EchoEngine("a")], ExactGrader(failing_attempt=1)).collect(REQUEST, 5.0))
+    failed = [t for t in trajectories if t.failure]
+    assert [t.attempt for t in failed] == [1, 1, 1, 1]
+    assert all(t.score is None for t in failed)
+    assert describe(trajectories, 3)["rollout/failed"] == 4.0
+    assert describe(trajectories, 3)["reward/mean"] == 0.5
+
+
+def test_a_deadline_names_the_engine_that_is_late():
+    engines = [EchoEngine("engine 0"), EchoEngine("engine 1", stuck=2)]
+    with pytest.raises(DeadlineExceeded, match=r"deadlines.collect: .* still waiting for engine 1 \(2 of 12 attempts\)"):
+        asyncio.run(scheduler(engines).collect(REQUEST, 0.2))
+
+
+def test_evaluation_is_one_greedy_attempt_at_each_held_out_problem():
+    engine = EchoEngine("a")
+    trajectories = asyncio.run(scheduler([engine]).evaluate(6, 5.0))
+    assert len(trajectories) == 6
+    assert {request.temperature for request in engine.seen} == {0.0}
+    assert all("held-out" in t.problem_id for t in trajectories)
+
+
+def test_metrics_of_a_batch_by_hand():
+    batch = [
+        trajectory(0, 0, 1.0),
+        trajectory(0, 1, 0.0),
+        trajectory(1, 0, 0.5, completion=5),
+        trajectory(1, 1, 0.5),
+        trajectory(2, 0, None),
+    ]
+    found = describe(batch, weights_version=2)
+    assert found["reward/mean"] == 0.5
+    assert found["accuracy/train"] == 0.25
+    assert found["reward/informative_groups"] == 0.5  # group 0 differs, group 1 does not
+    assert found["response/mean_tokens"] == 3.5
+    assert found["rollout/staleness_max"] == 2.0
+    assert accuracy(batch) == 0.2  # the ungraded one is not right
+
+
+def test_an_unknown_character_is_refused_not_dropped():
+    with pytest.raises(ValueError, match="no token for"):
+        characters.encode("naïve")
+    assert characters.decode(characters.encode("Sort 40213>")) == "Sort 40213>"

@@ -1,0 +1,101 @@
+"""Runs in the store: numbered, found, advanced by manifests whose chain is checked."""
+
+import pytest
+
+from roll_core.errors import IterationTaken, UserError
+from roll_core.store.object_store import ObjectStore
+from roll_core.store.runs import commit, find_run, open_run, read_chain, read_config, read_manifest
+from roll_core.store.summary import summary_of
+from roll_core.types.manifest import NO_PARENT, Evaluated, Manifest
+from roll_core.types.refs import ArtifactKind, ArtifactRef, record_digest
+from tests.support import tiny_config
+
+
+def manifest(iteration: int, parent: str, accuracy: float | None = None) -> Manifest:
+    artifact = ArtifactRef(kind=ArtifactKind.TRAJECTORIES, digest="0" * 64, size=0)
+    evaluated = accuracy is not None and Evaluated(
+        weights_version=iteration, num_problems=8, accuracy=accuracy, trajectories=artifact
+    )
+    return Manifest(
+        run_id="tiny-1",
+        iteration=iteration,
+        parent=parent,
+        config_digest="c",
+        leg=1,
+        weights_version=iteration,
+        next_problem=0,
+        collected=None,
+        evaluated=evaluated or None,
+        checkpoint=None,
+        metrics={},
+        timings={"wall": 1.0},
+        committed_at="2026-01-01T00:00:00+00:00",
+    )
+
+
+@pytest.fixture
+def store(tmp_path) -> ObjectStore:
+    return ObjectStore(f"file://{tmp_path}/store")
+
+
+def commit_chain(store: ObjectStore, length: int) -> list[Manifest]:
+    chain: list[Manifest] = []
+    for iteration in range(length):
+        chain.append(manifest(iteration, record_digest(chain[-1]) if chain else NO_PARENT, accuracy=iteration / 10))
+        commit(store, chain[-1])
+    return chain
+
+
+def test_runs_of_a_name_are_numbered(store, tmp_path):
+    config = tiny_config(tmp_path)
+    assert [open_run(store, config).run_id for _ in range(3)] == ["tiny-1", "tiny-2", "tiny-3"]
+
+
+def test_a_run_is_found_with_the_config_it_was_opened_with(store, tmp_path):
+    config = tiny_config(tmp_path)
+    opened = open_run(store, config)
+    assert find_run(store, "tiny-1") == opened
+    assert read_config(opened) == config
+
+
+def test_an_unknown_run_is_answered_with_those_there_are(store, tmp_path):
+    open_run(store, tiny_config(tmp_path))
+    with pytest.raises(UserError, match="there is no run 'tiny-9' in .*; runs there: tiny-1"):
+        find_run(store, "tiny-9")
+
+
+def test_a_config_changed_after_the_run_was_opened_is_refused(store, tmp_path):
+    opened = open_run(store, tiny_config(tmp_path))
+    name = "runs/tiny-1/config.json"
+    changed = store.read(name).replace(b'"iterations": 2', b'"iterations": 9')
+    store.delete(name)
+    store.create(name, changed)
+    with pytest.raises(UserError, match="was changed after the run was opened"):
+        read_config(opened)
+
+
+def test_the_chain_is_what_was_committed_in_order(store):
+    assert read_chain(store, "tiny-1") == []
+    chain = commit_chain(store, 3)
+    assert read_chain(store, "tiny-1") == chain
+    assert read_manifest(store, "tiny-1", 2) == chain[2]
+    assert read_manifest(store, "tiny-1", 3) is None
+
+
+def test_the_chain_ends_before_a_manifest_that_names_another_parent(store):
+    chain = commit_chain(store, 2)
+    commit(store, manifest(2, "some other parent"))
+    assert read_chain(store, "tiny-1") == chain
+
+
+def test_an_iteration_happens_once(store):
+    first = commit_chain(store, 1)[0]
+    with pytest.raises(IterationTaken, match="iteration 0 of tiny-1 was committed by another leg"):
+        commit(store, manifest(0, NO_PARENT, accuracy=0.9))
+    assert read_chain(store, "tiny-1") == [first]
+
+
+def test_the_summary_is_the_curve_of_evaluations(store):
+    summary = summary_of("tiny-1", commit_chain(store, 4))
+    assert summary.curve == ((0, 0.0), (1, 0.1), (2, 0.2), (3, 0.3))
+    assert summary.sentence == "held-out accuracy 0.00 -> 0.30 in 3 iterations"
