@@ -23,27 +23,26 @@ from roll_core.types.manifest import Receipt
 
 TARGET_MS = 500.0
 """Most that one iteration may cost beside the model work."""
-NO_OP_TASKS = 50
-PURE_STAGES = ("collect", "prepare")
-STATE_CHANGING_STAGES = ("update", "publish", "commit")
-"""The tasks of an iteration that neither evaluates nor writes a checkpoint."""
+NO_OP_ITERATIONS = 25
+PURE_TASKS, STATE_CHANGING_TASKS = 2, 3
+"""Tasks of an iteration that neither evaluates nor writes a checkpoint: collect, prepare; update, publish, commit."""
 
 Rows = dict[str, list[float]]
 """Milliseconds, one number an iteration (or a task), by what they are."""
 
 
 def overhead_rows(timed: Sequence[TimedIteration], work: Sequence[ModelWork]) -> Rows:
-    """An iteration, its model work, and what is left, by where it arises. The indented rows add up to the rest."""
+    """An iteration, its model work, and what is left, by where it arises: the indented rows, summed within an iteration."""
     pairs = list(zip(timed, work, strict=True))
     return {
         "iteration, commit to commit": [1000 * t.seconds for t, _ in pairs],
         "model work": [1000 * w.total for _, w in pairs],
         "outside model work": [1000 * (t.seconds - w.total) for t, w in pairs],
-        "  collect: Ray, store, grading apart": _beside(pairs, "collect", lambda w: w.collect),
-        "  prepare: Ray": _beside(pairs, "prepare", lambda w: w.prepare),
-        "  update: Ray": _beside(pairs, "update", lambda w: w.update),
-        "  publish: Ray": _beside(pairs, "publish", lambda w: w.publish),
-        "  between stages: Prefect, tracking": [1000 * _between_stages(t) for t, _ in pairs],
+        "  collect, beside its model work": _beside(pairs, "collect", lambda w: w.collect),
+        "  prepare, beside its model work": _beside(pairs, "prepare", lambda w: w.prepare),
+        "  update, beside its model work": _beside(pairs, "update", lambda w: w.update),
+        "  publish, beside its model work": _beside(pairs, "publish", lambda w: w.publish),
+        "  between stages": [1000 * _between_stages(t) for t, _ in pairs],
         "  writing the manifest": [1000 * t.commit_seconds for t, _ in pairs],
     }
 
@@ -71,17 +70,17 @@ def prefect_rows(folder: Path) -> Rows:
         change = state_changing("state changing {number}")(no_op)
 
         @flow(name="no-ops", result_storage=folder / "stage-cache")
-        def no_ops() -> tuple[list[float], list[float]]:
-            return call_times(keep), call_times(change)
+        def no_ops() -> list[tuple[list[float], list[float]]]:
+            return [
+                (call_times(keep, PURE_TASKS, round_number), call_times(change, STATE_CHANGING_TASKS, round_number))
+                for round_number in range(WARM_UP + NO_OP_ITERATIONS)
+            ]
 
-        pure_ms, state_changing_ms = no_ops()
-    per_iteration = [
-        len(PURE_STAGES) * p + len(STATE_CHANGING_STAGES) * s for p, s in zip(pure_ms, state_changing_ms, strict=True)
-    ]
+        rounds = no_ops()[WARM_UP:]
     return {
-        "one PURE task": pure_ms,
-        "one STATE_CHANGING task": state_changing_ms,
-        f"an iteration's {len(PURE_STAGES)} + {len(STATE_CHANGING_STAGES)} tasks": per_iteration,
+        "one PURE task": [ms for pure_ms, _ in rounds for ms in pure_ms],
+        "one STATE_CHANGING task": [ms for _, state_changing_ms in rounds for ms in state_changing_ms],
+        f"an iteration's {PURE_TASKS} + {STATE_CHANGING_TASKS} tasks": [sum(p) + sum(s) for p, s in rounds],
     }
 
 
@@ -89,14 +88,14 @@ def no_op(number: int) -> Receipt:
     return Receipt(metrics={"number": number})
 
 
-def call_times(task: Callable[[int], Receipt]) -> list[float]:
-    """Milliseconds of each call; the first ones warm up."""
+def call_times(task: Callable[[int], Receipt], count: int, round_number: int) -> list[float]:
+    """Milliseconds of each call; every call has an input of its own, so that none is answered from the cache."""
     milliseconds = []
-    for number in range(WARM_UP + NO_OP_TASKS):
+    for number in range(count * round_number, count * (round_number + 1)):
         start = time.perf_counter()
         task(number)
         milliseconds.append(1000 * (time.perf_counter() - start))
-    return milliseconds[WARM_UP:]
+    return milliseconds
 
 
 def print_rows(title: str, rows: Rows) -> None:
@@ -118,7 +117,11 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     print(
         f"Timed: {len(timed)} of {options.iterations} iterations; the first {WARM_UP} (warm-up) and the last (evaluation and"
     )
-    print("checkpoint) are left out. Model work: the same iterations again in one process, nothing else running.")
+    print("checkpoint) are left out. Model work: the same iterations again in one process, with no other part of the system")
+    print(
+        "running. A stage beside its model work: Ray, serialization, store, and what other processes took of the cores; the"
+    )
+    print("two were measured one after the other, so a change in the machine's load is in the difference.")
     print(f"Before: {load_before}; after: {machine_load()}.\n")
     print_rows("milliseconds per iteration", overhead)
     print_rows("Prefect alone, milliseconds", prefect_rows(folder))

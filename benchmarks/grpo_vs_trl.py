@@ -108,7 +108,7 @@ def check_comparable(config: RunConfig) -> None:
             sys.exit(f"--set: the TRL side needs {setting}")
 
 
-def print_header(config: RunConfig, num_timed: int, load_before: str) -> None:
+def print_header(config: RunConfig, num_timed: int, loads: dict[str, str]) -> None:
     rollout = config.rollout
     print(f"{rollout.num_groups} problems x {rollout.group_size} attempts, up to {rollout.max_new_tokens} tokens each,")
     print(
@@ -116,7 +116,10 @@ def print_header(config: RunConfig, num_timed: int, load_before: str) -> None:
     )
     print(f"Timed: {num_timed} iterations; the first {WARM_UP} (warm-up) and the last (where roll evaluates and writes a")
     print("checkpoint, which TRL does not) are left out on both sides. roll: commit to commit, everything included.")
-    print(f"TRL: end of step to end of step. Before: {load_before}; after: {machine_load()}.\n")
+    print("TRL: end of step to end of step. The two ran one after the other: compare them only if the load was the same.")
+    for moment, load in loads.items():
+        print(f"{moment}: {load}")
+    print()
 
 
 def print_table(ours: Side, theirs: Side, before: float) -> None:
@@ -143,19 +146,21 @@ def _num_tokens(manifest: Manifest) -> int:
 
 
 def compare(options: argparse.Namespace, folder: Path) -> None:
-    load_before = machine_load()
+    loads = {"before": machine_load()}
     settings = [f"seed={options.seed}", f"cluster.threads_per_device={options.threads}"]
     run = run_quickstart(folder, [*only_at_the_end(options.iterations), *settings, *options.overrides])
     config = run.config
     check_comparable(config)
+    loads["after roll"] = machine_load()
     iterations = run_trl(run, folder / "trl")
+    loads["after TRL"] = machine_load()
     torch.set_num_threads(options.threads)
     policies = [dict(open_backend(run, checkpoint_at(run, iteration)).weights()) for iteration in (0, config.iterations)]
     before, ours = (held_out_accuracy(config, weights) for weights in policies)
     trained = AutoModelForCausalLM.from_pretrained(folder / "trl" / "trained", dtype=torch.float32)
     theirs = held_out_accuracy(config, dict(trained.named_parameters()))
     roll, trl = roll_side(run, ours), trl_side(iterations, theirs)
-    print_header(config, len(roll.seconds), load_before)
+    print_header(config, len(roll.seconds), loads)
     print_table(roll, trl, before)
 
 

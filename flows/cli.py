@@ -120,7 +120,7 @@ def runs_command(options: argparse.Namespace) -> int:
 def show_command(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from flows.terminal import iteration_row
+    from flows.terminal import HEADER, iteration_row
     from roll_core.config.load import absolute_uri
     from roll_core.store.object_store import ObjectStore
     from roll_core.store.runs import find_run, read_chain, read_config
@@ -131,9 +131,10 @@ def show_command(options: argparse.Namespace) -> int:
     chain = read_chain(store, run.run_id)
     console = Console()
     accuracy = None
+    console.print(HEADER, style="dim", highlight=False)
     for manifest in chain:
         accuracy = manifest.evaluated.accuracy if manifest.evaluated else accuracy
-        console.print(iteration_row(manifest, accuracy), highlight=False)
+        console.print(iteration_row(manifest, accuracy), highlight=False, soft_wrap=True)
     _say_where_to_look(console, run, read_config(run), summary_of(run.run_id, chain))
     return 0
 

@@ -8,11 +8,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from roll_core.config.run import RunConfig
+from roll_core.reporting.report import stage_seconds
 from roll_core.types.manifest import Manifest
 from roll_core.types.refs import RunRef
 
 PROGRESS = "roll.progress"
-_BLOCKS = " ▁▂▃▄▅▆▇█"
+SHOWN_FROM_S = 0.02
+"""Stages shorter than this are left out of a row: a terminal is narrow."""
+_BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 @contextmanager
@@ -45,6 +48,7 @@ class RunView(logging.Handler):
         )
         self._bar = self.progress.add_task("starting Prefect, Ray and the models", total=config.iterations)
         self._accuracy: float | None = None
+        self._rows = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         manifest: Manifest | None = record.__dict__.get("manifest")
@@ -55,21 +59,28 @@ class RunView(logging.Handler):
     def _show(self, manifest: Manifest) -> None:
         if manifest.evaluated:
             self._accuracy = manifest.evaluated.accuracy
-        self.progress.console.print(iteration_row(manifest, self._accuracy), highlight=False)
+        if not self._rows:
+            self.progress.console.print(HEADER, style="dim", highlight=False)
+        self._rows += 1
+        self.progress.console.print(iteration_row(manifest, self._accuracy), highlight=False, soft_wrap=True)
         self.progress.update(self._bar, completed=manifest.iteration, description=f"{manifest.run_id}")
+
+
+HEADER = "iter  reward             held-out   tok/s  seconds  of which"
 
 
 def iteration_row(manifest: Manifest, accuracy: float | None) -> str:
     """One line an iteration: a bar of the reward, the newest held-out accuracy, speed, and where the time went."""
-    seconds = " ".join(f"{stage} {manifest.timings[stage]:.2f}" for stage in manifest.timings if stage != "wall")
-    held_out = "" if accuracy is None else f"accuracy {accuracy:.2f}{'*' if manifest.evaluated else ' '}"
-    if manifest.collected is None:
-        return f"[bold]{manifest.iteration:>4}[/]  start  {held_out}  [dim]{seconds}[/]"
-    reward = manifest.metrics["reward/mean"]
-    speed = manifest.metrics["throughput/tokens_per_second"]
+    stages = "  ".join(
+        f"{stage} {seconds:.2f}" for stage, seconds in stage_seconds(manifest).items() if seconds >= SHOWN_FROM_S
+    )
+    held_out = "     " if accuracy is None else f"{accuracy:.2f}{'*' if manifest.evaluated else ' '}"
+    reward, speed = manifest.metrics.get("reward/mean"), manifest.metrics.get("throughput/tokens_per_second")
+    bar = f"{'start':<17}" if reward is None else f"[cyan]{_bar(reward)}[/] {reward:.2f}"
+    speed_text = "" if speed is None else f"{speed:.0f}"
     return (
-        f"[bold]{manifest.iteration:>4}[/]  reward [cyan]{_bar(reward)}[/] {reward:.2f}  [green]{held_out}[/]  "
-        f"{speed:>6.0f} tok/s  {manifest.timings['wall']:.2f} s  [dim]{seconds}[/]"
+        f"[bold]{manifest.iteration:>4}[/]  {bar}  [green]{held_out}[/]  {speed_text:>9}  "
+        f"{manifest.timings['wall']:>6.2f}  [dim]{stages}[/]"
     )
 
 
@@ -80,5 +91,5 @@ def _bar(share: float) -> str:
 
 def curve(points: tuple[tuple[int, float], ...]) -> str:
     """Held-out accuracy over the run, one block per evaluation: '0 ▁▃▅▇█ 40'."""
-    blocks = "".join(_BLOCKS[1 + round(max(0.0, min(1.0, y)) * (len(_BLOCKS) - 2))] for _, y in points)
+    blocks = "".join(_BLOCKS[round(max(0.0, min(1.0, y)) * (len(_BLOCKS) - 1))] for _, y in points)
     return f"{points[0][0]} {blocks} {points[-1][0]}"

@@ -7,23 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll_core.batching.packing import MicroBatchPlan, PackingLimits, plan_ranks
+from roll_core.batching.packing import PackingLimits, Unit, plan_ranks, plan_units
+from roll_core.config.training import Packing
 from roll_core.types.sample import Sample
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed rows. `segment_RT` numbers the sequences of a row from 1; 0 is padding. `predicted_by_N` is the flat
-    position whose output predicts each trained token. The global counts are those of the whole optimizer step.
+    """Packed rows. `segment_RT` numbers the prompts and the continuations of a row from 1; 0 is padding. `prefix_RT` is the
+    segment of the prompt a token continues (its own, for prompt tokens). `predicted_by_N` is the flat position whose output
+    predicts each trained token. The global counts are those of the whole optimizer step.
 
-    Example (one row, sequences [8, 25 | 8, 2] and [9, 25 | 2], bars before the trained tokens):
-    token_ids_RT=[[8, 25, 8, 2, 9, 25, 2]], position_ids_RT=[[0, 1, 2, 3, 0, 1, 2]], segment_RT=[[1, 1, 1, 1, 2, 2, 2]],
-    predicted_by_N=[1, 2, 5], target_ids_N=[8, 2, 2], sequence_N=[0, 0, 1]
+    Example (one row: prompt [8, 25] with continuations [8, 2] and [9, 2], all of them trained, the prompt shared):
+    token_ids_RT=[[8, 25, 8, 2, 9, 2]], position_ids_RT=[[0, 1, 2, 3, 2, 3]], segment_RT=[[1, 1, 2, 2, 3, 3]],
+    prefix_RT=[[1, 1, 1, 1, 1, 1]], predicted_by_N=[1, 2, 1, 4], target_ids_N=[8, 2, 9, 2], sequence_N=[0, 0, 1, 1]
     """
 
     token_ids_RT: Tensor
     position_ids_RT: Tensor
     segment_RT: Tensor
+    prefix_RT: Tensor
     predicted_by_N: Tensor
     target_ids_N: Tensor
     advantages_N: Tensor
@@ -39,11 +42,12 @@ class MicroBatch:
         return replace(self, anchor_logprobs_N=anchor, reference_logprobs_N=reference)
 
     def attention_mask(self) -> Tensor:
-        """[R, 1, T, T], true where a token may look: earlier or same position, same sequence."""
-        segment = self.segment_RT
-        same_sequence = segment[:, None, :, None] == segment[:, None, None, :]
+        """[R, 1, T, T], true where a token may look: not ahead, and only at its own segment or the prompt it continues."""
+        segment, prefix = self.segment_RT, self.prefix_RT
+        looked_at = segment[:, None, None, :]
+        related = (segment[:, None, :, None] == looked_at) | (prefix[:, None, :, None] == looked_at)
         num_tokens = segment.shape[1]
-        return same_sequence & torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=segment.device).tril()
+        return related & torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=segment.device).tril()
 
     def to(self, device: torch.device) -> "MicroBatch":
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
@@ -62,45 +66,95 @@ def build_micro_batches(
     global_tokens = float(sum(s.num_trained_tokens for s in samples))
     global_sequences = float(len(samples))
     kept = [s for s in samples if s.pulls_the_policy] if skip_zero_advantages else list(samples)
-    plan = plan_ranks([s.num_tokens for s in kept], num_ranks, limits)[rank]
-    return [_assemble(kept, rows, global_tokens, global_sequences) for rows in plan]
+    units = _units(kept, limits)
+    plan = plan_ranks([_unit_tokens(kept, unit) for unit in units], num_ranks, limits)[rank]
+    return [_assemble(kept, [[units[u] for u in row] for row in rows], global_tokens, global_sequences) for rows in plan]
 
 
-def _assemble(samples: Sequence[Sample], rows: MicroBatchPlan, global_tokens: float, global_sequences: float) -> MicroBatch:
+def _units(samples: Sequence[Sample], limits: PackingLimits) -> list[Unit]:
+    if limits.packing is not Packing.SHARED_PROMPTS or not samples:
+        return [(i,) for i in range(len(samples))]
+    lengths = [(s.num_prompt_tokens, s.num_tokens - s.num_prompt_tokens) for s in samples]
+    row_tokens = max(limits.row_tokens or 0, max(s.num_tokens for s in samples))
+    return plan_units([s.token_ids[: s.num_prompt_tokens] for s in samples], lengths, row_tokens)
+
+
+def _unit_tokens(samples: Sequence[Sample], unit: Unit) -> int:
+    prompt = samples[unit[0]].num_prompt_tokens
+    return prompt + sum(samples[i].num_tokens - prompt for i in unit)
+
+
+class _Builder:
+    """Rows being filled, token by token; knows where the next one goes."""
+
+    def __init__(self, num_rows: int, width: int):
+        self.token_ids, self.positions, self.segments, self.prefixes = (
+            [[0] * width for _ in range(num_rows)] for _ in range(4)
+        )
+        self.predicted_by: list[int] = []
+        self.targets: list[int] = []
+        self.advantages: list[float] = []
+        self.sampler_logprobs: list[float] = []
+        self.sequence: list[int] = []
+        self.num_sequences = 0
+        self._width = width
+
+    def fill(self, row: int, samples: Sequence[Sample], units: Sequence[Unit]) -> None:
+        start, segment = 0, 0
+        for unit in units:
+            prompt = samples[unit[0]]
+            prompt_segment = segment = segment + 1
+            prompt_start, length = start, prompt.num_prompt_tokens
+            self._put(row, start, prompt.token_ids[:length], 0, segment, segment)
+            start += length
+            for index in unit:
+                segment += 1
+                rest = samples[index].token_ids[length:]
+                self._put(row, start, rest, length, segment, prompt_segment)
+                self._train(samples[index], row * self._width + start, row * self._width + prompt_start + length - 1)
+                start += len(rest)
+
+    def _put(self, row: int, start: int, tokens: tuple[int, ...], position: int, segment: int, prefix: int) -> None:
+        end = start + len(tokens)
+        self.token_ids[row][start:end] = tokens
+        self.positions[row][start:end] = range(position, position + len(tokens))
+        self.segments[row][start:end] = [segment] * len(tokens)
+        self.prefixes[row][start:end] = [prefix] * len(tokens)
+
+    def _train(self, sample: Sample, rest_at: int, prompt_end_at: int) -> None:
+        """Note the trained tokens of a sample whose tokens after the prompt lie at flat position `rest_at`."""
+        length = sample.num_prompt_tokens
+        for t in range(length, sample.num_tokens):
+            if sample.trained[t]:
+                self.predicted_by.append(prompt_end_at if t == length else rest_at + t - length - 1)
+                self.targets.append(sample.token_ids[t])
+                self.advantages.append(sample.advantages[t])
+                self.sampler_logprobs.append(sample.sampler_logprobs[t])
+                self.sequence.append(self.num_sequences)
+        self.num_sequences += 1
+
+
+def _assemble(
+    samples: Sequence[Sample], rows: Sequence[Sequence[Unit]], global_tokens: float, global_sequences: float
+) -> MicroBatch:
     # A blank micro-batch still runs a one-token forward pass, so that this rank takes part in every collective.
-    width = max((sum(samples[i].num_tokens for i in row) for row in rows), default=1)
-    token_ids, positions, segments = ([[0] * width for _ in rows or [()]] for _ in range(3))
-    predicted_by, targets, advantages, sampler, sequence = [], [], [], [], []
-    num_sequences = 0
-    for row_number, row in enumerate(rows):
-        start = 0
-        for segment, index in enumerate(row, start=1):
-            sample = samples[index]
-            end = start + sample.num_tokens
-            token_ids[row_number][start:end] = sample.token_ids
-            positions[row_number][start:end] = range(sample.num_tokens)
-            segments[row_number][start:end] = [segment] * sample.num_tokens
-            trained = [t for t in range(sample.num_tokens) if sample.trained[t]]
-            offset = row_number * width + start
-            predicted_by += [offset + t - 1 for t in trained]
-            targets += [sample.token_ids[t] for t in trained]
-            advantages += [sample.advantages[t] for t in trained]
-            sampler += [sample.sampler_logprobs[t] for t in trained]
-            sequence += [num_sequences] * len(trained)
-            num_sequences += 1
-            start = end
+    width = max((sum(_unit_tokens(samples, unit) for unit in row) for row in rows), default=1)
+    built = _Builder(max(len(rows), 1), width)
+    for number, row in enumerate(rows):
+        built.fill(number, samples, row)
     return MicroBatch(
-        token_ids_RT=torch.tensor(token_ids),
-        position_ids_RT=torch.tensor(positions),
-        segment_RT=torch.tensor(segments),
-        predicted_by_N=torch.tensor(predicted_by, dtype=torch.long),
-        target_ids_N=torch.tensor(targets, dtype=torch.long),
-        advantages_N=torch.tensor(advantages, dtype=torch.float32),
-        sampler_logprobs_N=torch.tensor(sampler, dtype=torch.float32),
+        token_ids_RT=torch.tensor(built.token_ids),
+        position_ids_RT=torch.tensor(built.positions),
+        segment_RT=torch.tensor(built.segments),
+        prefix_RT=torch.tensor(built.prefixes),
+        predicted_by_N=torch.tensor(built.predicted_by, dtype=torch.long),
+        target_ids_N=torch.tensor(built.targets, dtype=torch.long),
+        advantages_N=torch.tensor(built.advantages, dtype=torch.float32),
+        sampler_logprobs_N=torch.tensor(built.sampler_logprobs, dtype=torch.float32),
         anchor_logprobs_N=None,
         reference_logprobs_N=None,
-        sequence_N=torch.tensor(sequence, dtype=torch.long),
-        num_sequences=num_sequences,
+        sequence_N=torch.tensor(built.sequence, dtype=torch.long),
+        num_sequences=built.num_sequences,
         global_tokens=global_tokens,
         global_sequences=global_sequences,
     )

@@ -1,35 +1,61 @@
 """Which sample goes into which row of which micro-batch of which rank. Pure integers: no tensors here.
 
-Rows hold several sequences end to end (attention never crosses from one to the next). Every rank gets the same number of
-micro-batches, as collectives require, and about the same number of tokens.
+A unit is one sequence, or several that share a prompt, which is then computed once. Rows hold several units end to end
+(attention never crosses from one to the next). Every rank gets the same number of micro-batches, as collectives require,
+and about the same number of tokens.
 """
 
 import bisect
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from roll_core.config.training import Packing
+
+Unit = tuple[int, ...]
+"""Indices of the samples that share a prompt; a single one when prompts are not shared."""
 Row = tuple[int, ...]
-"""Indices of the samples in one row."""
+"""Indices of the units in one row."""
 MicroBatchPlan = tuple[Row, ...]
 
 
 @dataclass(frozen=True)
 class PackingLimits:
-    """`row_tokens=None`: rows as long as the longest sample."""
+    """`row_tokens=None`: rows as long as the longest sequence."""
 
     micro_batch_tokens: int
     row_tokens: int | None
-    one_sequence_per_row: bool
+    packing: Packing
+
+
+def plan_units(prompts: Sequence[Hashable], lengths: list[tuple[int, int]], row_tokens: int) -> list[Unit]:
+    """Samples with the same prompt together, as many as fit in a row. `lengths` are (prompt, rest) of each sample.
+
+    Example: plan_units(["a", "a", "b"], [(2, 3), (2, 4), (5, 1)], 9) == [(0, 1), (2,)]
+    """
+    units: list[list[int]] = []
+    room: list[int] = []
+    open_unit: dict[Hashable, int] = {}
+    for index, (prompt, (prompt_tokens, rest_tokens)) in enumerate(zip(prompts, lengths, strict=True)):
+        unit = open_unit.get(prompt)
+        if unit is None or room[unit] < rest_tokens:
+            unit = open_unit[prompt] = len(units)
+            units.append([])
+            room.append(row_tokens - prompt_tokens)
+        units[unit].append(index)
+        room[unit] -= rest_tokens
+    return [tuple(unit) for unit in units]
 
 
 def plan_ranks(lengths: list[int], num_ranks: int, limits: PackingLimits) -> list[list[MicroBatchPlan]]:
-    """Micro-batches for each rank; blank ones (no rows) fill up ranks that would have fewer.
+    """Micro-batches for each rank, from the lengths of units; blank ones (no rows) fill up ranks that would have fewer.
 
-    Example: plan_ranks([5, 3, 2], 1, PackingLimits(100, 5, False)) == [[((0,), (1, 2))]]
+    Example: plan_ranks([5, 3, 2], 1, PackingLimits(100, 5, Packing.ROWS)) == [[((0,), (1, 2))]]
     """
     if not lengths:
         return [[()] for _ in range(num_ranks)]
     row_tokens = max(limits.row_tokens or 0, max(lengths))
-    rows: list[Row] = [(i,) for i in range(len(lengths))] if limits.one_sequence_per_row else pack_rows(lengths, row_tokens)
+    alone = limits.packing is Packing.NONE
+    rows: list[Row] = [(i,) for i in range(len(lengths))] if alone else pack_rows(lengths, row_tokens)
     rows_per_micro_batch = max(1, limits.micro_batch_tokens // row_tokens)
     ranks = [_chunks(share, rows_per_micro_batch) for share in _balance(rows, lengths, num_ranks)]
     most = max(len(micro_batches) for micro_batches in ranks)

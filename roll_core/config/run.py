@@ -18,7 +18,7 @@ from roll_core.config.services import (
     StoreConfig,
     TrackingConfig,
 )
-from roll_core.config.training import TrainingConfig, WarmStartConfig
+from roll_core.config.training import Packing, TrainingConfig, WarmStartConfig
 
 
 class RunConfig(Section):
@@ -83,6 +83,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"training.row_tokens ({training.row_tokens}) must be at most training.micro_batch_tokens "
                 f"({training.micro_batch_tokens})"
+            )
+        if training.packing is Packing.SHARED_PROMPTS and training.row_tokens is None:
+            raise ValueError(
+                "training.packing shared_prompts needs training.row_tokens: room for a prompt and several completions, "
+                f"for example {4 * self.model.max_positions}"
             )
         if rollout.temperature == 0:
             raise ValueError("rollout.temperature must be above 0: greedy trajectories of a group are all the same")

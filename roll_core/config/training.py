@@ -20,10 +20,11 @@ class Precision(StrEnum):
 
 
 class Packing(StrEnum):
-    """ROWS fills each row with several sequences; NONE gives each sequence its own row."""
+    """NONE: a row a sequence. ROWS: several sequences in a row. SHARED_PROMPTS: a prompt once, with completions to it."""
 
-    ROWS = "rows"
     NONE = "none"
+    ROWS = "rows"
+    SHARED_PROMPTS = "shared_prompts"
 
 
 class OptimizerConfig(Section):
@@ -53,7 +54,7 @@ class TrainingConfig(Section):
     """Most tokens, padding included, in one forward-backward of one rank."""
     packing: Packing = Packing.ROWS
     row_tokens: PositiveInt | None = None
-    """Length of a packed row; null takes the longest sequence of the batch (least waste with masked attention)."""
+    """Length of a packed row; null takes the longest sequence of the batch. Attention costs grow with it."""
     logprob_chunk_tokens: PositiveInt = 4096
     """Tokens whose logits exist at once; bounds memory at this times the vocabulary."""
     precision: Precision = Precision.FLOAT32

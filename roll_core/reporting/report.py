@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from roll_core.config.run import RunConfig, flat_config
 from roll_core.types.manifest import Manifest
 
-STAGES = ("collect", "prepare", "update", "publish", "evaluate", "checkpoint", "other")
-_COLOURS = ("#2f6f9f", "#8fb8d0", "#c8553d", "#e0a458", "#588b5f", "#8d6a9f", "#c9c9c9")
+STAGES = ("warm_start", "collect", "prepare", "update", "publish", "evaluate", "checkpoint", "other")
+_COLOURS = ("#b0b7bf", "#2f6f9f", "#8fb8d0", "#c8553d", "#e0a458", "#588b5f", "#8d6a9f", "#c9c9c9")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 680, 240, 46, 28
 
 
@@ -82,7 +82,8 @@ def _stage_chart(trained: Sequence[Manifest]) -> str:
                     f'height="{_y(floor, top) - y:.1f}" fill="{colour}"><title>{stage} {seconds:.3f} s</title></rect>'
                 )
             floor += seconds
-    legend = "".join(f'<i style="background:{c}"></i>{s} ' for s, c in zip(STAGES, _COLOURS, strict=True))
+    shown = list(zip(STAGES, _COLOURS, strict=True))[1:]
+    legend = "".join(f'<i style="background:{colour}"></i>{stage} ' for stage, colour in shown)
     return _frame("seconds per iteration, by stage", "".join(bars), last_x, top, "{:.2f}") + f"<p class=legend>{legend}</p>"
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import ray
 
 from roll_core.config.run import RunConfig
-from roll_core.config.training import Packing
 from roll_core.errors import RollError
 from roll_core.store.checkpoints import download_files, upload_files
 from roll_core.store.object_store import ObjectStore
@@ -176,7 +175,7 @@ class TrainerRank:
             samples,
             rank=self._rank,
             num_ranks=self._num_ranks,
-            limits=PackingLimits(training.micro_batch_tokens, training.row_tokens, training.packing is Packing.NONE),
+            limits=PackingLimits(training.micro_batch_tokens, training.row_tokens, training.packing),
             skip_zero_advantages=skip_zero_advantages,
         )
 

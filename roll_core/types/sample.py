@@ -26,10 +26,16 @@ class Sample:
     def __post_init__(self):
         assert len(self.token_ids) == len(self.trained) == len(self.advantages) == len(self.sampler_logprobs)
         assert not self.trained[0], "the first token of a sequence has no prediction to train"
+        assert True in self.trained, "a sample without a trained token has nothing to teach"
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens before the first trained one: what the samples of a group have in common."""
+        return self.trained.index(True)
 
     @property
     def num_trained_tokens(self) -> int:

@@ -10,7 +10,7 @@ from roll_core.batching.demonstrations import as_sample
 from roll_core.batching.micro_batch import build_micro_batches
 from roll_core.batching.packing import PackingLimits
 from roll_core.config.model import Architecture, ScratchModel
-from roll_core.config.training import TrainingConfig
+from roll_core.config.training import Packing, TrainingConfig
 from roll_core.inference.base import InFlight, WeightsUpdate
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
@@ -117,7 +117,7 @@ def test_sampler_and_trainer_agree_on_the_logprob_of_every_token(architecture, t
             [as_sample(request.prompt_ids, completion.token_ids)],
             rank=0,
             num_ranks=1,
-            limits=PackingLimits(1000, None, False),
+            limits=PackingLimits(1000, None, Packing.ROWS),
             skip_zero_advantages=False,
         )
         difference = backend.logprobs(batch, Policy.CURRENT) - torch.tensor(completion.sampler_logprobs)

@@ -13,7 +13,7 @@ from roll_core.batching.micro_batch import MicroBatch, build_micro_batches
 from roll_core.batching.packing import PackingLimits, plan_ranks
 from roll_core.config.algorithm import Aggregation, Grpo
 from roll_core.config.model import Architecture, ScratchModel
-from roll_core.config.training import OptimizerConfig, TrainingConfig
+from roll_core.config.training import OptimizerConfig, Packing, TrainingConfig
 from roll_core.training.base import Policy
 from roll_core.training.torch_backend import TorchBackend
 from tests.support import random_samples
@@ -29,28 +29,32 @@ class Layout:
 
     num_ranks: int = 1
     micro_batch_tokens: int = 4096
-    one_sequence_per_row: bool = False
+    packing: Packing = Packing.ROWS
     reverse: bool = False
     activation_checkpointing: bool = False
     chunk_tokens: int = 4096
 
     @property
     def limits(self) -> PackingLimits:
-        return PackingLimits(self.micro_batch_tokens, None, self.one_sequence_per_row)
+        row_tokens = 26 if self.packing is Packing.SHARED_PROMPTS else None
+        return PackingLimits(self.micro_batch_tokens, row_tokens, self.packing)
 
 
 REFERENCE = Layout()
 LAYOUTS = {
-    "unpacked": Layout(one_sequence_per_row=True),
+    "unpacked": Layout(packing=Packing.NONE),
     "accumulated twice": Layout(micro_batch_tokens=52),
     "accumulated four times": Layout(micro_batch_tokens=26),
     "accumulated four times, reversed": Layout(micro_batch_tokens=26, reverse=True),
-    "unpacked, accumulated, reversed": Layout(micro_batch_tokens=26, one_sequence_per_row=True, reverse=True),
+    "unpacked, accumulated, reversed": Layout(micro_batch_tokens=26, packing=Packing.NONE, reverse=True),
+    "prompts shared": Layout(packing=Packing.SHARED_PROMPTS),
+    "prompts shared, accumulated": Layout(packing=Packing.SHARED_PROMPTS, micro_batch_tokens=26),
     "activations recomputed": Layout(activation_checkpointing=True),
     "logits three tokens at a time": Layout(chunk_tokens=3),
     "two ranks": Layout(num_ranks=2),
     "two ranks, accumulated four times": Layout(num_ranks=2, micro_batch_tokens=13),
-    "two ranks, unpacked, reversed": Layout(num_ranks=2, one_sequence_per_row=True, micro_batch_tokens=26, reverse=True),
+    "two ranks, prompts shared": Layout(num_ranks=2, packing=Packing.SHARED_PROMPTS),
+    "two ranks, unpacked, reversed": Layout(num_ranks=2, packing=Packing.NONE, micro_batch_tokens=26, reverse=True),
     "three ranks, one of them with a blank micro-batch": Layout(num_ranks=3, micro_batch_tokens=26),
 }
 

@@ -51,9 +51,9 @@ def test_a_deployment_runs_on_a_worker_and_shows_every_stage(workspace):
     up = workspace.start("up", "--prefect-port", str(prefect_port), "--mlflow-port", str(mlflow_port))
     try:
         wait_until(lambda: answers(f"http://127.0.0.1:{mlflow_port}"), "the MLflow page answers")
+        command = [sys.executable, "-m", "prefect", "deployment", "run", "rlvr/quickstart", "--watch"]
         watched = subprocess.run(
-            [sys.executable, "-m", "prefect", "deployment", "run", "rlvr/quickstart", "--watch"]
-            + ["--param", f"overrides={json.dumps(OVERRIDES)}"],
+            [*command, "--param", f"overrides={json.dumps(OVERRIDES)}"],
             env=workspace.environment | {"PREFECT_API_URL": api_url},
             capture_output=True,
             text=True,
