@@ -22,7 +22,6 @@ from roll_core.batching.micro_batch import MicroBatch, build_micro_batches
 from roll_core.batching.packing import PackingLimits
 from roll_core.batching.samples import build_samples
 from roll_core.config.run import RunConfig
-from roll_core.config.training import Packing
 from roll_core.data.problem_source import build_source
 from roll_core.inference.base import InFlight, WeightsUpdate
 from roll_core.inference.requests import Completion, GenerationRequest
@@ -174,7 +173,7 @@ class _Loop:
             build_samples(trajectories, self.algorithm.advantage),
             rank=0,
             num_ranks=1,
-            limits=PackingLimits(training.micro_batch_tokens, training.row_tokens, training.packing is Packing.NONE),
+            limits=PackingLimits(training.micro_batch_tokens, training.row_tokens, training.packing),
             skip_zero_advantages=self.algorithm.skips_zero_advantages,
         )
 

@@ -83,7 +83,7 @@ def _stage_chart(trained: Sequence[Manifest]) -> str:
                 )
             floor += seconds
     shown = list(zip(STAGES, _COLOURS, strict=True))[1:]
-    legend = "".join(f'<i style="background:{colour}"></i>{stage} ' for stage, colour in shown)
+    legend = "".join(f'<span><i style="background:{colour}"></i>{stage}</span> ' for stage, colour in shown)
     return _frame("seconds per iteration, by stage", "".join(bars), last_x, top, "{:.2f}") + f"<p class=legend>{legend}</p>"
 
 
@@ -111,15 +111,15 @@ def _y(value: float, top: float) -> float:
 
 
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{run_id}</title><style>
-body{{font:15px/1.5 system-ui,sans-serif;color:#222;max-width:1460px;margin:2rem auto;padding:0 1.5rem}}
+body{{font:15px/1.5 system-ui,sans-serif;color:#222;max-width:1120px;margin:2rem auto;padding:0 1.5rem}}
 h1{{margin:0;font-size:1.2rem;color:#666;font-weight:500}} h2{{margin:.1rem 0 1rem;font-size:1.8rem}}
 .facts{{display:flex;flex-wrap:wrap;gap:1rem 2.2rem;margin-bottom:1.2rem}} .facts b{{display:block;font-size:1.25rem}}
 .facts span{{color:#666;font-size:.85rem}}
-.charts{{display:grid;grid-template-columns:repeat(auto-fit,minmax(420px,1fr));gap:1.4rem}}
+.charts{{display:grid;grid-template-columns:repeat(auto-fit,minmax(400px,1fr));gap:1.4rem}}
 figure{{margin:0}} figcaption{{font-weight:600;margin-bottom:.2rem}} svg{{width:100%}} svg line{{stroke:#e3e3e3}}
 svg text{{font-size:11px;fill:#777}} polyline{{fill:none;stroke:#2f6f9f;stroke-width:2}} circle{{fill:#2f6f9f}}
 .legend{{font-size:.85rem;color:#555;margin:.2rem 0}}
-.legend i{{display:inline-block;width:.8em;height:.8em;margin:0 .3em 0 .9em}}
+.legend span{{white-space:nowrap}} .legend i{{display:inline-block;width:.8em;height:.8em;margin:0 .3em 0 .9em}}
 details{{margin-top:1.5rem}} td{{padding:.05rem .8rem .05rem 0;font-size:.85rem;font-family:ui-monospace,monospace}}
 </style><h1>{run_id}</h1><h2>{headline}</h2><div class="facts">{facts}</div>
 <div class="charts">{accuracy}{reward}<div>{stages}</div>{entropy}</div>
