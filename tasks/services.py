@@ -36,12 +36,14 @@ class Services:
 def open_services(run: RunRef, leg: int) -> Iterator[Services]:
     """Everything a leg needs, started; gone again when it ends, however it ends."""
     from roll_core.roles.fleet import Fleet
+    from roll_core.roles.process import settle
 
     config = read_config(run)
     leg_dir = run_dir(run, config) / f"leg-{leg}"
     leg_dir.mkdir(parents=True, exist_ok=True)
     with _lease(run, config), tracking(run, config) as tracker, Fleet(run, config, leg_dir) as fleet:
         tracker.set_tags({"roll.leg": str(leg)})
+        settle()
         yield Services(run, config, leg, ObjectStore(run.store_uri), fleet, tracker)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from roll_core.types.trajectory import Ending
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GenerationRequest:
     """One completion to sample. Its tokens depend on its seed and the weights, not on what else is being generated.
 
@@ -21,7 +21,7 @@ class GenerationRequest:
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Completion:
     """Tokens (the stop token included), the logprob each had under the full distribution at the request's temperature
     (at temperature 1 for greedy requests), and the weights version that produced each.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from roll_core.config.model import ModelConfig
 from roll_core.inference.base import InFlight, WeightsUpdate
+from roll_core.inference.randomness import uniforms
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.models.causal_lm import build_model
 from roll_core.types.trajectory import Ending
@@ -26,7 +27,6 @@ class _Sequence:
 
     request: GenerationRequest
     done: asyncio.Future[Completion]
-    uniforms: np.ndarray
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -117,8 +117,7 @@ class TorchEngine:
                 f"request {request.request_id} may reach {longest} tokens, but model.max_positions is {self._max_tokens}"
             )
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        uniforms = np.random.Generator(np.random.Philox(request.seed)).random(request.max_new_tokens)
-        self._waiting.append(_Sequence(request, done, uniforms))
+        self._waiting.append(_Sequence(request, done))
         self._ensure_stepping()
         return await done
 
@@ -240,9 +239,11 @@ class TorchEngine:
         temperatures = [s.request.temperature for s in sequences]
         scale_B1 = torch.tensor([[t or 1.0] for t in temperatures], device=self._device)
         logprobs_BV = (logits_BV / scale_B1).log_softmax(dim=-1)
-        uniforms_B1 = torch.tensor([[s.uniforms[len(s.token_ids)]] for s in sequences], device=self._device)
+        seeds_B = np.array([s.request.seed for s in sequences], dtype=np.uint64)
+        places_B = np.array([len(s.token_ids) for s in sequences], dtype=np.uint64)
+        uniforms_B = torch.from_numpy(uniforms(seeds_B, places_B)).to(self._device)
         cumulative_BV = logprobs_BV.double().exp().cumsum(dim=-1)
-        drawn_B1 = torch.searchsorted(cumulative_BV, uniforms_B1 * cumulative_BV[:, -1:], right=True)
+        drawn_B1 = torch.searchsorted(cumulative_BV, uniforms_B[:, None] * cumulative_BV[:, -1:], right=True)
         drawn_B1 = drawn_B1.clamp(max=logits_BV.shape[-1] - 1)
         greedy_B1 = torch.tensor([[t == 0] for t in temperatures], device=self._device)
         tokens_B1 = torch.where(greedy_B1, logits_BV.argmax(dim=-1, keepdim=True), drawn_B1)

@@ -9,6 +9,7 @@ from roll_core.config.placement import DeviceKind
 from roll_core.config.run import RunConfig
 from roll_core.config.training import Precision
 from roll_core.inference.requests import Completion, GenerationRequest
+from roll_core.roles.process import settle
 
 
 class EngineRole:
@@ -30,6 +31,7 @@ class EngineRole:
             device=torch.device(config.cluster.device.value),
             dtype=torch.bfloat16 if bfloat16 else torch.float32,
         )
+        settle()
 
     async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
         """Completions as they finish, those that finished together in one list."""

@@ -2,6 +2,7 @@
 
 from roll_core.config.run import RunConfig
 from roll_core.rewards.base import build_reward
+from roll_core.roles.process import settle
 from roll_core.types.trajectory import Failure, Problem, Score, Trajectory
 
 
@@ -10,7 +11,7 @@ class RewardRole:
         self._reward = build_reward(config.reward)
 
     async def start(self) -> None:
-        """Nothing to load; answering shows that the process is up."""
+        settle()
 
     async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure]:
         return [await self._grade_one(problem, trajectory) for problem, trajectory in items]

@@ -9,6 +9,7 @@ from ray.actor import ActorHandle
 from roll_core.config.run import RunConfig
 from roll_core.data.problem_source import build_source
 from roll_core.inference.requests import Completion, GenerationRequest
+from roll_core.roles.process import settle
 from roll_core.rollout import metrics
 from roll_core.rollout.renderer import build_renderer
 from roll_core.rollout.scheduler import RolloutScheduler
@@ -52,7 +53,7 @@ class SchedulerRole:
         )
 
     async def start(self) -> None:
-        """Answering shows that the process is up."""
+        settle()
 
     async def collect(self, request: CollectRequest) -> tuple[Collected, list[ray.ObjectRef]]:
         """The receipt, and the trajectories as a reference (in a list, so that Ray does not fetch them for the caller)."""

@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
+from roll_core.batching.packing import PackingLimits
 from roll_core.config.run import RunConfig
+from roll_core.config.training import Packing
 from roll_core.errors import RollError
+from roll_core.roles.process import settle
 from roll_core.store.checkpoints import download_files, upload_files
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.rollouts import decode_trajectories
 from roll_core.types.manifest import Collected, Metrics
 from roll_core.types.refs import CheckpointFile, CheckpointRef
+from roll_core.types.sample import Sample
 from roll_core.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -65,6 +69,7 @@ class TrainerRank:
             config.model, config.training, seed=config.seed, temperature=config.rollout.temperature, device=device
         )
         self._backend.start_optimizer(config.training.optimizer, config.total_optimizer_steps)
+        settle()
 
     def warm_start(self, request_id: str) -> Metrics:
         """Supervised steps on demonstrations, then a fresh optimizer for reinforcement learning."""
@@ -141,41 +146,45 @@ class TrainerRank:
         assert plan is not None
         source, renderer = build_source(config.problems, config.seed), build_renderer(config.model)
         self._backend.start_optimizer(plan.optimizer, plan.steps)
+        # Demonstrations share no prompts: rows as short as they can be cost the least attention.
+        limits = PackingLimits(config.training.micro_batch_tokens, None, Packing.ROWS)
         metrics: Metrics = {}
         for step in range(plan.steps):
             demonstrations = [source.demonstration(step * plan.batch_size + i) for i in range(plan.batch_size)]
             samples = [
                 as_sample(renderer.prompt(d.problem.messages), renderer.completion(d.completion)) for d in demonstrations
             ]
-            for micro_batch in self._micro_batches(samples, skip_zero_advantages=False):
+            for micro_batch in self._micro_batches(samples, limits, skip_zero_advantages=False):
                 self._backend.accumulate(micro_batch, cross_entropy)
             metrics = self._backend.apply_gradients()
         self._backend.start_optimizer(config.training.optimizer, config.total_optimizer_steps)
         return {"warm_start/loss": metrics["update/loss"]}
 
-    def _prepare_step(self, samples: list[Any]) -> list["MicroBatch"]:
+    def _prepare_step(self, samples: list[Sample]) -> list["MicroBatch"]:
         from roll_core.algorithms.catalog import Signal
         from roll_core.training.base import Policy
 
-        signals = self._algorithm.signals
+        training, signals = self._config.training, self._algorithm.signals
+        limits = PackingLimits(training.micro_batch_tokens, training.row_tokens, training.packing)
+        skip_zero_advantages = self._algorithm.skips_zero_advantages
         return [
             micro_batch.with_signals(
                 anchor=self._backend.logprobs(micro_batch, Policy.CURRENT) if Signal.ANCHOR in signals else None,
                 reference=self._backend.logprobs(micro_batch, Policy.REFERENCE) if Signal.REFERENCE in signals else None,
             )
-            for micro_batch in self._micro_batches(samples, skip_zero_advantages=self._algorithm.skips_zero_advantages)
+            for micro_batch in self._micro_batches(samples, limits, skip_zero_advantages=skip_zero_advantages)
         ]
 
-    def _micro_batches(self, samples: list[Any], *, skip_zero_advantages: bool) -> list["MicroBatch"]:
+    def _micro_batches(
+        self, samples: list[Sample], limits: PackingLimits, *, skip_zero_advantages: bool
+    ) -> list["MicroBatch"]:
         from roll_core.batching.micro_batch import build_micro_batches
-        from roll_core.batching.packing import PackingLimits
 
-        training = self._config.training
         return build_micro_batches(
             samples,
             rank=self._rank,
             num_ranks=self._num_ranks,
-            limits=PackingLimits(training.micro_batch_tokens, training.row_tokens, training.packing),
+            limits=limits,
             skip_zero_advantages=skip_zero_advantages,
         )
 
@@ -194,7 +203,7 @@ class TrainerRank:
         shutil.rmtree(folder)
 
 
-def _split_evenly(samples: list[Any], parts: int) -> list[list[Any]]:
+def _split_evenly(samples: list[Sample], parts: int) -> list[list[Sample]]:
     """Consecutive parts whose sizes differ by at most one; whole groups stay together when none of them failed."""
     bounds = [len(samples) * part // parts for part in range(parts + 1)]
     return [samples[start:end] for start, end in pairwise(bounds)]

@@ -17,8 +17,8 @@ from roll_core.seeds import derive_seed
 from roll_core.types.manifest import CollectRequest
 from roll_core.types.trajectory import Ending, Failure, Problem, Score, Trajectory, Turn
 
-GRADED_AT_ONCE = 64
-"""Trajectories sent to a grader in one call: few calls, yet grading starts while generation goes on."""
+GRADED_AT_ONCE = 256
+"""Most trajectories sent to a grader in one call; those that end together are shared out over all graders first."""
 
 
 class EngineClient(Protocol):
@@ -39,7 +39,7 @@ class GraderClient(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Attempt:
     """One trajectory to be: which problem, which place in its group, and what is asked of the engine."""
 
@@ -70,32 +70,33 @@ class RolloutScheduler:
 
     async def collect(self, request: CollectRequest, deadline_s: float) -> list[Trajectory]:
         """The groups a request names, in order, every attempt graded or carrying its failure."""
-        problems = [self._source.problem(request.first_problem + i) for i in range(request.num_groups)]
-        attempts = [
-            self._attempt(problem, group, number, self._config.temperature, ("collect", request.iteration))
-            for group, problem in enumerate(problems)
-            for number in range(self._config.group_size)
-        ]
+        attempts: list[Attempt] = []
+        for group in range(request.num_groups):
+            problem = self._source.problem(request.first_problem + group)
+            attempts += self._attempts(problem, group, self._config.group_size, self._config.temperature, request.iteration)
         return await self._run(attempts, deadline_s, "collect")
 
     async def evaluate(self, num_problems: int, deadline_s: float) -> list[Trajectory]:
         """One greedy attempt at each held-out problem."""
-        problems = self._source.held_out(num_problems)
-        attempts = [self._attempt(problem, group, 0, 0.0, ("evaluate",)) for group, problem in enumerate(problems)]
+        attempts: list[Attempt] = []
+        for group, problem in enumerate(self._source.held_out(num_problems)):
+            attempts += self._attempts(problem, group, 1, 0.0, 0)
         return await self._run(attempts, deadline_s, "evaluate")
 
-    def _attempt(
-        self, problem: Problem, group: int, number: int, temperature: float, place: tuple[str | int, ...]
-    ) -> Attempt:
-        request = GenerationRequest(
-            request_id=f"{group}/{number}",
-            prompt_ids=self._renderer.prompt(problem.messages),
-            max_new_tokens=self._config.max_new_tokens,
-            temperature=temperature,
-            stop_token_ids=self._renderer.stop_token_ids,
-            seed=derive_seed(self._seed, *place, problem.problem_id, number),
+    def _attempts(self, problem: Problem, group: int, count: int, temperature: float, iteration: int) -> list[Attempt]:
+        prompt_ids = self._renderer.prompt(problem.messages)
+        requests = (
+            GenerationRequest(
+                request_id=f"{group}/{number}",
+                prompt_ids=prompt_ids,
+                max_new_tokens=self._config.max_new_tokens,
+                temperature=temperature,
+                stop_token_ids=self._renderer.stop_token_ids,
+                seed=derive_seed(self._seed, "attempt", iteration, problem.problem_id, number),
+            )
+            for number in range(count)
         )
-        return Attempt(problem, group, number, request)
+        return [Attempt(problem, group, number, request) for number, request in enumerate(requests)]
 
     async def _run(self, attempts: list[Attempt], deadline_s: float, stage: str) -> list[Trajectory]:
         shares = self._share_out(attempts)
@@ -127,8 +128,9 @@ class RolloutScheduler:
         async for completions in engine.generate([attempt.request for attempt in share]):
             ended = [self._as_trajectory(attempt_of[c.request_id], c) for c in completions]
             unfinished[engine.name] -= len(ended)
-            for start in range(0, len(ended), GRADED_AT_ONCE):
-                grading.append(asyncio.create_task(self._grade(ended[start : start + GRADED_AT_ONCE])))
+            size = min(GRADED_AT_ONCE, -(-len(ended) // len(self._graders)))
+            for start in range(0, len(ended), size):
+                grading.append(asyncio.create_task(self._grade(ended[start : start + size])))
         return [trajectory for graded in await asyncio.gather(*grading) for trajectory in graded]
 
     def _as_trajectory(self, attempt: Attempt, completion: Completion) -> tuple[Problem, Trajectory]:

@@ -76,4 +76,4 @@ def decode_trajectories(data: bytes) -> list[Trajectory]:
 
 
 def _record_of(record: Turn | Score | Failure) -> dict[str, object]:
-    return {name: getattr(record, name) for name in record.__slots__}
+    return vars(record)

@@ -1,6 +1,7 @@
 """Problems and attempts at them: the data of a rollout, before it becomes trainable samples.
 
-In memory only (frozen dataclasses); `roll_core.store.rollouts` writes and reads them as Parquet.
+In memory only (frozen dataclasses); `roll_core.store.rollouts` writes and reads them as Parquet. Without slots on purpose:
+thousands of these are pickled between roles every iteration, and slotted dataclasses pickle many times slower.
 """
 
 from dataclasses import dataclass
@@ -13,13 +14,13 @@ class Speaker(StrEnum):
     ASSISTANT = "assistant"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Message:
     speaker: Speaker
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Problem:
     """What the policy is asked, with what grading needs.
 
@@ -32,7 +33,7 @@ class Problem:
     answer: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Demonstration:
     """A problem with a completion to imitate; it need not be right, only well formed.
 
@@ -51,7 +52,7 @@ class Ending(StrEnum):
     ABORTED = "aborted"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Turn:
     """One completion: the tokens the policy was given, those it produced, and who produced each.
 
@@ -70,7 +71,7 @@ class Turn:
         assert len(lengths) == 1, "a turn needs one logprob and one weights version per completion token"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Score:
     """What a reward says of a trajectory: `value` trains, `correct` is what accuracy counts.
 
@@ -81,7 +82,7 @@ class Score:
     correct: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Failure:
     """Why a trajectory could not be finished or graded. It is excluded from training and counted.
 
@@ -92,7 +93,7 @@ class Failure:
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Trajectory:
     """One attempt at one problem. Exactly one of `score` and `failure` is set once it is graded.
 

@@ -1,11 +1,13 @@
-"""Schedules and weight buckets."""
+"""Schedules, weight buckets, random numbers."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_core.config.training import Decay, OptimizerConfig
+from roll_core.inference.randomness import uniforms
 from roll_core.training.schedule import learning_rate_at
 from roll_core.weights.buckets import pack, unpack
 
@@ -44,3 +46,15 @@ def test_tensors_survive_buckets_of_any_size(bucket_bytes):
         assert name == name_back
         assert tensor.dtype == back.dtype
         assert torch.equal(tensor, back)
+
+
+def test_uniforms_are_even_and_depend_on_seed_and_place_alone():
+    seeds, places = np.arange(20_000, dtype=np.uint64), np.full(20_000, 3, dtype=np.uint64)
+    drawn = uniforms(seeds, places)
+    assert drawn[77] == uniforms(seeds[77:78], places[77:78])[0]
+    assert (drawn >= 0).all()
+    assert (drawn < 1).all()
+    counts = np.histogram(drawn, bins=20, range=(0, 1))[0]
+    assert abs(counts - 1000).max() < 5 * 1000**0.5  # five standard deviations
+    along = uniforms(np.full(20_000, 12345, dtype=np.uint64), np.arange(20_000, dtype=np.uint64))
+    assert abs(np.corrcoef(along[:-1], along[1:])[0, 1]) < 5 / 20_000**0.5
