@@ -1,18 +1,22 @@
 # make quickstart   a small model learns, in minutes, on this machine
 # make test         everything: set-up, checks, unit and integration tests
 # make check        the fast half: format, lint, types, import contracts, unit tests
+# make test-gpu     the backend and the engine on a GPU, where there is one
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test check setup setup-test setup-bench
+.PHONY: quickstart test check test-gpu setup setup-test setup-bench
 
 quickstart: setup
 	$(BIN)/roll run configs/runs/quickstart.yaml
 
 test: check
 	$(BIN)/pytest tests/contracts tests/integration
+
+test-gpu: setup-test
+	$(BIN)/pytest tests/gpu
 
 check: setup-test
 	$(BIN)/ruff format --check .

@@ -18,18 +18,19 @@ from roll_core.errors import DeadlineExceeded
 START_DEADLINE_S = 120.0
 """The first start creates and migrates a database, which took up to a minute on a loaded two-core machine."""
 
-_QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1", "PREFECT_LOGGING_LEVEL": "ERROR"}
+_QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1", "PREFECT_LOGGING_LEVEL": "CRITICAL"}
+"""The command says itself what went wrong; an embedded server has no page on which to read logs."""
 
 
 @contextlib.contextmanager
 def prefect_api(log_dir: Path) -> Iterator[str]:
     """The address of a running Prefect API, exported so that legs report to the same one."""
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
     given = os.environ.get("PREFECT_API_URL")
     if given:
         yield given
         return
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
     with _embedded_server(log_dir) as url:
         os.environ["PREFECT_API_URL"] = url
         try:

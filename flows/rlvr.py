@@ -7,9 +7,10 @@ from roll_core.errors import LegFailed
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.runs import read_chain, read_config
 from roll_core.store.summary import RunSummary
+from roll_core.tracking.spool import RunStatus
 from roll_core.types.manifest import LegEnded
 from roll_core.types.refs import RunRef
-from tasks.legs import run_leg
+from tasks.legs import note_end, run_leg
 from tasks.progress import announce_run
 from tasks.runs import find_run, open_run
 from tasks.summary import summarize
@@ -41,6 +42,7 @@ def carry_on(run: RunRef) -> RunSummary:
         number, committed = number + 1, ended.last_iteration
         logger.warning("leg %d ended at iteration %d: %s", ended.leg, ended.last_iteration, ended.cause)
         if failures > legs.max_failures:
+            note_end(run, RunStatus.FAILED)
             raise LegFailed(give_up(ended, failures))
 
 

@@ -1,11 +1,11 @@
 """The inner flow: one leg, one Ray cluster, one iteration after another until the run is done or the leg is."""
 
 import os
+import select
 import signal
 import threading
 from typing import Any
 
-import psutil
 from prefect import flow
 from prefect.context import hydrated_context
 
@@ -99,10 +99,10 @@ def run_train_leg(run: RunRef, leg: int, context: dict[str, Any], launcher_pid: 
 
 def die_with(launcher_pid: int) -> None:
     """A local leg has no allocation to outlive its launcher in: when that process is gone, so is the leg."""
-    launcher = psutil.Process(launcher_pid)
+    launcher = os.pidfd_open(launcher_pid)
 
     def watch() -> None:
-        launcher.wait()
+        select.select([launcher], [], [])  # readable once it has ended, even while nobody has reaped it
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="watch-launcher", daemon=True).start()

@@ -13,6 +13,8 @@ from infra.slurm.launcher import submit_leg
 from roll_core.errors import RollError
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.runs import read_chain, read_config
+from roll_core.tracking.spool import RunStatus
+from roll_core.tracking.tracker import Tracker
 from roll_core.types.manifest import LegEnded
 from roll_core.types.refs import RunRef
 from tasks.durability import state_changing
@@ -38,9 +40,18 @@ def run_leg(run: RunRef, leg: int, function: LegFunction) -> LegEnded:
             time.sleep(POLL_S)
     except BaseException:
         _take_down(job)
+        note_end(run, RunStatus.KILLED)
         raise
     watch.look()
     return _read_ending(job, run, leg)
+
+
+def note_end(run: RunRef, status: RunStatus) -> None:
+    """Tell the tracker that a run ended before its last iteration. The uploader does it by itself, beside or after us."""
+    config = read_config(run)
+    tracker = Tracker(config.tracking, run, run_dir(run, config) / "tracking")
+    tracker.end(status)
+    tracker.start()
 
 
 def _take_down(job: submitit.Job[Any]) -> None:

@@ -1,6 +1,8 @@
 """A leg as a submitit job: a process on this machine today, an allocation of a SLURM cluster by the same interface."""
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,4 +19,25 @@ def submit_leg(
         case Launcher.LOCAL:
             executor = submitit.LocalExecutor(folder=folder, max_num_timeout=0)
             executor.update_parameters(timeout_min=legs.time_limit_minutes, signal_delay_s=60, stderr_to_stdout=True)
-            return executor.submit(function, *arguments)
+            with _inherited_output(folder / "launcher.log"):
+                return executor.submit(function, *arguments)
+
+
+@contextlib.contextmanager
+def _inherited_output(path: Path) -> Iterator[None]:
+    """Processes started here write to a file, not to our terminal.
+
+    submitit's local controller inherits our output: Ctrl-C would print its traceback, and a pipe we write to would stay
+    open for as long as the leg lives.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    saved = [os.dup(1), os.dup(2)]
+    try:
+        with open(path, "ab") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        yield
+    finally:
+        for number, descriptor in enumerate(saved, start=1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)

@@ -8,6 +8,7 @@ from ray.actor import ActorHandle
 
 from roll_core.config.run import RunConfig
 from roll_core.data.problem_source import build_source
+from roll_core.errors import RoleDied
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.roles.process import settle
 from roll_core.rollout import metrics
@@ -26,8 +27,11 @@ class RemoteEngine:
     actor: ActorHandle
 
     async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
-        async for finished in self.actor.generate.options(num_returns="streaming").remote(requests):
-            yield await finished
+        try:
+            async for finished in self.actor.generate.options(num_returns="streaming").remote(requests):
+                yield await finished
+        except ray.exceptions.RayActorError:
+            raise RoleDied(f"{self.name} died while generating") from None
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,10 @@ class RemoteGrader:
     actor: ActorHandle
 
     async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure]:
-        return await self.actor.grade.remote(items)
+        try:
+            return await self.actor.grade.remote(items)
+        except ray.exceptions.RayActorError:
+            raise RoleDied(f"{self.name} died while grading") from None
 
 
 class SchedulerRole:

@@ -28,12 +28,10 @@ def wait_for(pending: Mapping[str, ray.ObjectRef], stage: str, deadline_s: float
 def _answer(ref: ray.ObjectRef, name: str, stage: str) -> Any:
     try:
         return ray.get(ref)
-    except ray.exceptions.ActorDiedError:
-        raise RoleDied(f"{name} died during {stage}") from None
     except ray.exceptions.RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, RollError):
-            raise cause from None
-        if isinstance(cause, ray.exceptions.ActorDiedError):
-            raise RoleDied(f"a role that {name} needs died during {stage}") from None
+        # First, because what a method raises is also an instance of its cause's class.
+        if isinstance(error.cause, RollError):
+            raise error.cause from None
         raise
+    except ray.exceptions.RayActorError:
+        raise RoleDied(f"{name} died during {stage}") from None

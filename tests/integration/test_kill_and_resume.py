@@ -14,6 +14,10 @@ def committed_runs(workspace):
     return client, client.search_runs([client.get_experiment_by_name("roll").experiment_id])
 
 
+def statuses(workspace) -> list[str]:
+    return [run.info.status for run in committed_runs(workspace)[1]]
+
+
 def gone(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as stat:
@@ -25,7 +29,7 @@ def gone(pid: int) -> bool:
 @pytest.mark.parametrize("victim", ["flow", "trainer rank 0", "engine 0"])
 def test_a_killed_run_resumes_from_its_last_commit_and_finishes(workspace, victim):
     process = workspace.start(
-        "run", str(workspace.config), "--set", "iterations=8", "--set", "checkpoint.every=3", "--set", "legs.max_failures=0"
+        "run", str(workspace.config), "--set", "iterations=40", "--set", "checkpoint.every=9", "--set", "legs.max_failures=0"
     )
     workspace.wait_for_iteration(4)
     leg = workspace.pid_of("leg")
@@ -33,42 +37,44 @@ def test_a_killed_run_resumes_from_its_last_commit_and_finishes(workspace, victi
     output, _ = process.communicate(timeout=120)
     wait_until(lambda: gone(leg), "the killed run's leg is gone")
     before = workspace.chain()
-    assert 4 <= before[-1].iteration < 8, "the run was over before it could be killed"
+    assert 4 <= before[-1].iteration < 40, "the run was over before it could be killed"
     if victim != "flow":
         assert process.returncode == 1
-        assert f"{victim} died" in output or "the leg's process died" in output or "needs died" in output, output
+        assert f"{victim} died" in output, output
         assert "roll resume tiny-1" in output
+        assert len([line for line in output.splitlines() if line.startswith("roll: ")]) == 1
         assert "Traceback" not in output
+        wait_until(lambda: statuses(workspace) == ["FAILED"], "MLflow shows the run as failed", 60.0)
 
     resumed = workspace.roll("resume", "tiny-1")
 
     assert resumed.returncode == 0, resumed.stdout
     after = workspace.chain()
     assert after[: len(before)] == before
-    assert [m.iteration for m in after] == list(range(9))
+    assert [m.iteration for m in after] == list(range(41))
     assert {m.leg for m in after} == {1, 2}
+    assert statuses(workspace) == ["FINISHED"]
     client, runs = committed_runs(workspace)
-    assert [run.info.status for run in runs] == ["FINISHED"]
     history = client.get_metric_history(runs[0].info.run_id, "reward/mean")
-    assert sorted({point.step for point in history}) == list(range(1, 9))
+    assert sorted({point.step for point in history}) == list(range(1, 41))
 
 
 def test_a_run_survives_a_lost_trainer_by_itself(workspace):
-    process = workspace.start("run", str(workspace.config), "--set", "iterations=8")
+    process = workspace.start("run", str(workspace.config), "--set", "iterations=40")
     workspace.wait_for_iteration(3)
     os.kill(workspace.pid_of("trainer rank 0"), signal.SIGKILL)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert {m.leg for m in workspace.chain()} == {1, 2}
-    assert workspace.chain()[-1].iteration == 8
+    assert workspace.chain()[-1].iteration == 40
 
 
 def test_a_recovered_policy_is_the_one_that_was_lost(workspace):
     """The next leg replays updates from stored rollouts; its next rollouts must equal those of a run that never broke."""
-    settings = ["--set", "iterations=6", "--set", "checkpoint.every=4", "--set", "legs.max_failures=0"]
+    settings = ["--set", "iterations=40", "--set", "checkpoint.every=25", "--set", "legs.max_failures=0"]
     assert workspace.roll("run", str(workspace.config), *settings).returncode == 0
     process = workspace.start("run", str(workspace.config), *settings)
-    workspace.wait_for_iteration(2, "tiny-2")
+    workspace.wait_for_iteration(4, "tiny-2")
     os.kill(workspace.pid_of("trainer rank 0", run_id="tiny-2"), signal.SIGKILL)
     process.communicate(timeout=120)
     assert workspace.roll("resume", "tiny-2").returncode == 0

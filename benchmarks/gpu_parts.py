@@ -1,0 +1,100 @@
+"""Tokens per second of the torch engine and the torch backend on one GPU, for a model of about half a billion parameters.
+
+    python benchmarks/gpu_parts.py [--sequences 512] [--new-tokens 256]
+
+Needs a GPU and neither Ray nor Prefect. Prints decode tokens/s (all slots busy), update tokens/s and peak memory.
+"""
+
+import argparse
+import asyncio
+import random
+import time
+
+import torch
+
+from roll_core.algorithms.catalog import build_algorithm
+from roll_core.batching.micro_batch import build_micro_batches
+from roll_core.batching.packing import PackingLimits
+from roll_core.config.algorithm import Grpo
+from roll_core.config.model import ScratchModel
+from roll_core.config.training import OptimizerConfig, Packing, Precision, TrainingConfig
+from roll_core.inference.requests import GenerationRequest
+from roll_core.inference.torch_engine import TorchEngine
+from roll_core.training.torch_backend import TorchBackend
+from roll_core.types.sample import Sample
+
+GPU = torch.device("cuda")
+PROMPT_TOKENS = 64
+
+
+def half_a_billion(max_positions: int) -> ScratchModel:
+    """The shape of Qwen3-0.6B, with a character vocabulary."""
+    return ScratchModel(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_layers=28,
+        num_heads=16,
+        num_kv_heads=8,
+        max_positions=max_positions,
+        init_std=0.02,
+    )
+
+
+async def decode(model: ScratchModel, sequences: int, new_tokens: int) -> float:
+    engine = TorchEngine(model, seed=0, num_slots=sequences, device=GPU, dtype=torch.bfloat16)
+    rng = random.Random(0)
+    prompts = [tuple(rng.randrange(2, 60) for _ in range(PROMPT_TOKENS)) for _ in range(sequences // 8)]
+    asked = [GenerationRequest(str(i), prompts[i // 8], new_tokens, 1.0, (), seed=i) for i in range(sequences)]
+    await asyncio.gather(*(engine.generate(request) for request in asked[: sequences // 8]))
+    start = time.perf_counter()
+    await asyncio.gather(*(engine.generate(request) for request in asked))
+    return sequences * new_tokens / (time.perf_counter() - start)
+
+
+def update(model: ScratchModel, sequences: int, new_tokens: int) -> float:
+    training = TrainingConfig(precision=Precision.BFLOAT16, activation_checkpointing=True)
+    backend = TorchBackend(model, training, seed=0, temperature=1.0, device=GPU)
+    backend.start_optimizer(OptimizerConfig(), total_steps=10)
+    rng = random.Random(0)
+    samples = [_sample(rng, new_tokens) for _ in range(sequences)]
+    limits = PackingLimits(65536, None, Packing.ROWS)
+    loss = build_algorithm(Grpo(), 1).loss
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        for micro_batch in build_micro_batches(samples, rank=0, num_ranks=1, limits=limits, skip_zero_advantages=False):
+            backend.accumulate(micro_batch, loss)
+        backend.apply_gradients()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return sum(s.num_tokens for s in samples) / min(seconds)
+
+
+def _sample(rng: random.Random, new_tokens: int) -> Sample:
+    untrained = (0.0,) * PROMPT_TOKENS
+    return Sample(
+        token_ids=tuple(rng.randrange(2, 60) for _ in range(PROMPT_TOKENS + new_tokens)),
+        trained=(False,) * PROMPT_TOKENS + (True,) * new_tokens,
+        advantages=untrained + (rng.gauss(0, 1),) * new_tokens,
+        sampler_logprobs=untrained + (-4.0,) * new_tokens,
+        anchor_logprobs=(),
+        reference_logprobs=(),
+        oldest_weights_version=0,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=512)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    options = parser.parse_args()
+    model = half_a_billion(PROMPT_TOKENS + options.new_tokens)
+    print(torch.cuda.get_device_name(), f"{options.sequences} sequences of {PROMPT_TOKENS} + {options.new_tokens} tokens")
+    print(f"decode {asyncio.run(decode(model, options.sequences, options.new_tokens)):,.0f} tokens/s")
+    torch.cuda.reset_peak_memory_stats()
+    print(f"update {update(model, options.sequences, options.new_tokens):,.0f} tokens/s")
+    print(f"peak memory of the update {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
+
+
+if __name__ == "__main__":
+    main()
