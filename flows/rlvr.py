@@ -47,8 +47,8 @@ def carry_on(run: RunRef) -> RunSummary:
 
 
 def give_up(ended: LegEnded, failures: int) -> str:
-    reached = f"iteration {ended.last_iteration}" if ended.last_iteration >= 0 else "before its first commit"
-    return f"{ended.run_id} stopped at {reached} after {failures} failed leg(s); the last one: {ended.cause}"
+    reached = f"at iteration {ended.last_iteration}" if ended.last_iteration >= 0 else "before its first commit"
+    return f"{ended.run_id} stopped {reached} after {failures} failed leg(s); the last one: {ended.cause}"
 
 
 def next_leg(run: RunRef) -> int:

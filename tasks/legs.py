@@ -61,6 +61,12 @@ def _take_down(job: submitit.Job[Any]) -> None:
         time.sleep(POLL_S)
 
 
+def _last_line(error: Exception) -> str:
+    """What a traceback comes down to; submitit's messages carry the leg's own."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" -=")]
+    return lines[-1] if lines else type(error).__name__
+
+
 def _read_ending(job: submitit.Job[Any], run: RunRef, leg: int) -> LegEnded:
     try:
         return job.result()
@@ -72,5 +78,5 @@ def _read_ending(job: submitit.Job[Any], run: RunRef, leg: int) -> LegEnded:
             last_iteration=chain[-1].iteration if chain else -1,
             finished=False,
             stopped=False,
-            cause=f"the leg's process died; its log is {job.paths.stdout} ({type(error).__name__})",
+            cause=f"the leg's process died ({_last_line(error)}); its log is {job.paths.stdout}",
         )
