@@ -5,6 +5,7 @@
 
 PYTHON ?= python3
 VENV := .venv
+SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 BIN := $(VENV)/bin
 
 .PHONY: quickstart test check test-gpu setup setup-test setup-bench
@@ -31,8 +32,9 @@ setup-bench: $(VENV)/installed-bench
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit("roll needs Python 3.11 or newer: make PYTHON=python3.11 ..." if sys.version_info < (3, 11) else 0)'
-	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "installing python3-venv"; apt-get update -q && apt-get install -qy python3-venv; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "python3-venv is missing: installing it"; $(SUDO) apt-get update -q && $(SUDO) apt-get install -qy python3-venv; }
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -U pip
 
 $(VENV)/installed: $(VENV)/bin/python pyproject.toml
 	$(BIN)/pip install -q --disable-pip-version-check -e .

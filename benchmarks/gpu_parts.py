@@ -77,9 +77,6 @@ def _sample(rng: random.Random, new_tokens: int) -> Sample:
         trained=(False,) * PROMPT_TOKENS + (True,) * new_tokens,
         advantages=untrained + (rng.gauss(0, 1),) * new_tokens,
         sampler_logprobs=untrained + (-4.0,) * new_tokens,
-        anchor_logprobs=(),
-        reference_logprobs=(),
-        oldest_weights_version=0,
     )
 
 

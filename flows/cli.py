@@ -27,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RollError as error:
         print(f"roll: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -78,11 +80,13 @@ def run_command(options: argparse.Namespace) -> int:
 
 def resume_command(options: argparse.Namespace) -> int:
     from roll_core.config.load import absolute_uri
+    from roll_core.planning.preflight import check_ready
     from roll_core.store.object_store import ObjectStore
     from roll_core.store.runs import find_run, read_config
 
     store_uri = absolute_uri(options.store)
     config = read_config(find_run(ObjectStore(store_uri), options.run))
+    check_ready(config)
     return _follow(config, store_uri, "rlvr_resume", {"run_id": options.run, "store": store_uri})
 
 
@@ -107,8 +111,12 @@ def runs_command(options: argparse.Namespace) -> int:
     if not run_ids:
         print(f"no runs in {store.uri} yet; start one with: roll run configs/runs/quickstart.yaml")
     for run_id in run_ids:
+        try:
+            total = read_config(find_run(store, run_id)).iterations
+        except RollError as error:
+            print(f"{run_id:<24} unreadable: {error}")
+            continue
         chain = read_chain(store, run_id)
-        total = read_config(find_run(store, run_id)).iterations
         accuracy = next((m.evaluated.accuracy for m in reversed(chain) if m.evaluated), None)
         reached = chain[-1].iteration if chain else 0
         state = "finished" if reached == total else f"resumable: roll resume {run_id}"

@@ -1,4 +1,4 @@
-"""Which Prefect a command talks to: the one the user has set up, or an embedded one that lives as long as the command."""
+"""Which Prefect a command talks to: the one PREFECT_API_URL names, or an embedded one that lives as long as it does."""
 
 import contextlib
 import ctypes
@@ -46,23 +46,32 @@ def _embedded_server(log_dir: Path) -> Iterator[str]:
     log_file = log_dir / "prefect-server.log"
     command = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "error", "--lifespan", "on"]
-    # The server keeps only what services a run's page needs; schedules belong to a server that outlives a command.
+    # Prefect's own settings for a server that lives as long as a command: no page, no schedules.
     environment = os.environ | {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
-    with open(log_file, "ab") as log:
-        # A session of its own, so that Ctrl-C reaches it last; tied to this process, so that kill -9 leaves no orphan.
-        server = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=log, start_new_session=True, preexec_fn=_die_with_parent
-        )
-    url = f"http://127.0.0.1:{port}/api"
-    try:
+    with background_process(command, environment, log_file) as server:
+        url = f"http://127.0.0.1:{port}/api"
         wait_until_healthy(server, url, log_file)
         yield url
+
+
+@contextlib.contextmanager
+def background_process(command: list[str], environment: dict[str, str], log_file: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A service for as long as the block lasts.
+
+    It has a session of its own, so that Ctrl-C reaches it last, and is tied to this process: kill -9 leaves no orphan.
+    """
+    with open(log_file, "ab") as log:
+        process = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=log, start_new_session=True, preexec_fn=_die_with_parent
+        )
+    try:
+        yield process
     finally:
-        server.terminate()
+        process.terminate()
         try:
-            server.wait(timeout=10)
+            process.wait(timeout=20)
         except subprocess.TimeoutExpired:
-            server.kill()
+            process.kill()
 
 
 def wait_until_healthy(server: subprocess.Popen[bytes], url: str, log_file: Path) -> None:

@@ -38,6 +38,8 @@ def carry_on(run: RunRef) -> RunSummary:
         ended = run_leg(run, number, run_train_leg)
         if ended.finished:
             return summarize(run)
+        if ended.fenced:
+            raise LegFailed(ended.cause)
         failures = 1 if ended.last_iteration > committed else failures + 1
         number, committed = number + 1, ended.last_iteration
         logger.warning("leg %d ended at iteration %d: %s", ended.leg, ended.last_iteration, ended.cause)

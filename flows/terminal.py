@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from roll_core.config.run import RunConfig
+from roll_core.reporting.progress import PROGRESS
 from roll_core.reporting.report import stage_seconds
 from roll_core.types.manifest import Manifest
 from roll_core.types.refs import RunRef
 
-PROGRESS = "roll.progress"
 SHOWN_FROM_S = 0.02
 """Stages shorter than this are left out of a row: a terminal is narrow."""
 _BLOCKS = "▁▂▃▄▅▆▇█"

@@ -2,6 +2,7 @@
 
 import os
 import select
+import shutil
 import signal
 import threading
 from typing import Any
@@ -10,7 +11,7 @@ from prefect import flow
 from prefect.context import hydrated_context
 
 from roll_core.config.run import RunConfig, flat_config
-from roll_core.errors import RollError
+from roll_core.errors import IterationTaken, RollError
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.runs import read_chain, read_config
 from roll_core.tracking.spool import RunStatus
@@ -20,6 +21,7 @@ from tasks.checkpoint import checkpoint
 from tasks.collect import collect
 from tasks.commit import Iteration, commit
 from tasks.evaluate import evaluate
+from tasks.legs import leg_failed
 from tasks.prepare import prepare
 from tasks.publish import publish
 from tasks.recover import recover
@@ -35,7 +37,7 @@ def train_leg(run: RunRef, leg: int) -> LegEnded:
         while manifest.iteration < services.config.iterations:
             manifest = iterate(manifest, services)
         services.tracker.end(RunStatus.FINISHED)
-    return LegEnded(run_id=run.run_id, leg=leg, last_iteration=manifest.iteration, finished=True, stopped=False, cause="")
+    return LegEnded(run_id=run.run_id, leg=leg, last_iteration=manifest.iteration, finished=True, fenced=False, cause="")
 
 
 def iterate(manifest: Manifest, services: Services) -> Manifest:
@@ -88,13 +90,14 @@ def run_train_leg(run: RunRef, leg: int, context: dict[str, Any], launcher_pid: 
     """What a leg's process runs: the flow, as a child of the flow that launched it; failures become an answer."""
     die_with(launcher_pid)
     stage_cache = run_dir(run, read_config(run)) / "stage-cache"
+    if not read_chain(ObjectStore(run.store_uri), run.run_id):
+        # Scratch of a run of the same name in another store, or in one since deleted.
+        shutil.rmtree(stage_cache, ignore_errors=True)
     with hydrated_context(context):
         try:
             return train_leg.with_options(result_storage=stage_cache)(run, leg)
         except RollError as error:
-            chain = read_chain(ObjectStore(run.store_uri), run.run_id)
-            last = chain[-1].iteration if chain else -1
-            return LegEnded(run_id=run.run_id, leg=leg, last_iteration=last, finished=False, stopped=False, cause=str(error))
+            return leg_failed(run, leg, str(error), fenced=isinstance(error, IterationTaken))
 
 
 def die_with(launcher_pid: int) -> None:

@@ -6,10 +6,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from flows.control_plane import wait_until_healthy
+from flows.control_plane import background_process, wait_until_healthy
 from roll_core.errors import RollError, UserError
 
 POOL = "roll"
@@ -34,15 +33,17 @@ def bring_up(prefect_port: int, mlflow_port: int, tracking_uri: str) -> int:
     mlflow = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", tracking_uri, "--port", str(mlflow_port)]
     with contextlib.ExitStack() as stack:
         server = [*prefect, "server", "start", "--host", "127.0.0.1", "--port", str(prefect_port)]
-        processes = {"prefect server": stack.enter_context(_process(server, environment, log_dir / "prefect-server.log"))}
+        processes = {
+            "prefect server": stack.enter_context(background_process(server, environment, log_dir / "prefect-server.log"))
+        }
         wait_until_healthy(processes["prefect server"], api_url, log_dir / "prefect-server.log")
         _run(
             [*prefect, "work-pool", "create", POOL, "--type", "process", "--overwrite"], environment, log_dir / "deploy.log"
         )
         _run([*prefect, "--no-prompt", "deploy", "--all"], environment, log_dir / "deploy.log")
         worker = [*prefect, "worker", "start", "--pool", POOL]
-        processes["prefect worker"] = stack.enter_context(_process(worker, environment, log_dir / "worker.log"))
-        processes["mlflow"] = stack.enter_context(_process(mlflow, environment, log_dir / "mlflow.log"))
+        processes["prefect worker"] = stack.enter_context(background_process(worker, environment, log_dir / "worker.log"))
+        processes["mlflow"] = stack.enter_context(background_process(mlflow, environment, log_dir / "mlflow.log"))
         print(f"prefect  http://127.0.0.1:{prefect_port}")
         print(f"mlflow   http://127.0.0.1:{mlflow_port}")
         print(f"run      PREFECT_API_URL={api_url} prefect deployment run rlvr/quickstart")
@@ -58,20 +59,6 @@ def _check_free(option: str, port: int) -> None:
             probe.bind(("127.0.0.1", port))
         except OSError:
             raise UserError(f"{option}: port {port} is in use: stop what uses it, or give another {option}") from None
-
-
-@contextlib.contextmanager
-def _process(command: list[str], environment: dict[str, str], log_file: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with open(log_file, "ab") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
 
 
 def _run(command: list[str], environment: dict[str, str], log_file: Path) -> None:

@@ -1,10 +1,12 @@
 """commit: the manifest, written last. After this, and only after this, the iteration has happened."""
 
+import contextlib
 import json
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from roll_core.errors import ArtifactDamaged
 from roll_core.store.rollouts import decode_trajectories
 from roll_core.store.runs import commit as commit_manifest
 from roll_core.types.manifest import (
@@ -88,8 +90,10 @@ def _track(manifest: Manifest, services: Services) -> None:
     tracker.log_metrics(manifest.iteration, manifest.metrics | timings)
     tracker.log_artifact(f"manifests/{manifest.iteration:08d}.json", manifest.model_dump_json(indent=1).encode())
     if manifest.evaluated:
-        sample = _readable_sample(manifest.evaluated, services)
-        tracker.log_artifact(f"trajectories/{manifest.iteration:08d}.jsonl", sample)
+        # The iteration has happened: a sample that cannot be read for the tracker must not undo that.
+        with contextlib.suppress(OSError, ArtifactDamaged):
+            sample = _readable_sample(manifest.evaluated, services)
+            tracker.log_artifact(f"trajectories/{manifest.iteration:08d}.jsonl", sample)
 
 
 def _readable_sample(evaluated: Evaluated, services: Services) -> bytes:

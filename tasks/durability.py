@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 from prefect import Task
 from prefect.cache_policies import INPUTS, NO_CACHE, TASK_SOURCE
 
-from roll_core.errors import RoleDied, UserError
+from roll_core.errors import DeadlineExceeded, RoleDied, UserError
 from roll_core.types.manifest import Receipt
 
 P = ParamSpec("P")
@@ -56,8 +56,8 @@ def state_changing(run_name: str) -> Callable[[Callable[P, R]], StateChangingTas
 
 
 def _worth_retrying(_task: Task[..., Any], _run: Any, state: Any) -> bool:
-    """A dead role cannot answer the second time either, and a user's mistake does not mend itself."""
-    return not isinstance(state.result(raise_on_failure=False), RoleDied | UserError)
+    """A dead or stuck role cannot answer the second time either, and a user's mistake does not mend itself."""
+    return not isinstance(state.result(raise_on_failure=False), RoleDied | DeadlineExceeded | UserError)
 
 
 def _timed(function: Callable[P, R]) -> Callable[P, R]:

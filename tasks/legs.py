@@ -24,6 +24,9 @@ from tasks.services import run_dir
 POLL_S = 0.2
 """How often a leg's end and its newest manifest are looked for; a look costs one small read."""
 
+TAKE_DOWN_S = 30.0
+"""submitit kills what has not ended within about a second of being asked."""
+
 LegFunction = Callable[[RunRef, int, dict[str, Any], int], LegEnded]
 
 
@@ -57,7 +60,8 @@ def note_end(run: RunRef, status: RunStatus) -> None:
 def _take_down(job: submitit.Job[Any]) -> None:
     with contextlib.suppress(ProcessLookupError):
         job.cancel()
-    while not job.done():
+    ends_at = time.monotonic() + TAKE_DOWN_S
+    while not job.done() and time.monotonic() < ends_at:
         time.sleep(POLL_S)
 
 
@@ -71,12 +75,12 @@ def _read_ending(job: submitit.Job[Any], run: RunRef, leg: int) -> LegEnded:
     try:
         return job.result()
     except (submitit.core.utils.UncompletedJobError, submitit.core.utils.FailedJobError, RollError) as error:
-        chain = read_chain(ObjectStore(run.store_uri), run.run_id)
-        return LegEnded(
-            run_id=run.run_id,
-            leg=leg,
-            last_iteration=chain[-1].iteration if chain else -1,
-            finished=False,
-            stopped=False,
-            cause=f"the leg's process died ({_last_line(error)}); its log is {job.paths.stdout}",
-        )
+        cause = f"the leg's process died ({_last_line(error)}); its log is {job.paths.stdout}"
+        return leg_failed(run, leg, cause, fenced=False)
+
+
+def leg_failed(run: RunRef, leg: int, cause: str, *, fenced: bool) -> LegEnded:
+    """The answer of a leg that ended early, with what it had committed."""
+    chain = read_chain(ObjectStore(run.store_uri), run.run_id)
+    last_iteration = chain[-1].iteration if chain else -1
+    return LegEnded(run_id=run.run_id, leg=leg, last_iteration=last_iteration, finished=False, fenced=fenced, cause=cause)

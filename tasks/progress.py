@@ -1,16 +1,15 @@
 """Says aloud what a run does: a line in the flow's log, and a record that a terminal can draw."""
 
+import contextlib
 import logging
 
 from prefect import get_run_logger
 
+from roll_core.reporting.progress import PROGRESS
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.runs import read_manifest
 from roll_core.types.manifest import Manifest
 from roll_core.types.refs import RunRef
-
-PROGRESS = "roll.progress"
-"""Logger whose records carry `run` or `manifest`: what the terminal listens to."""
 
 
 def announce_run(run: RunRef) -> None:
@@ -26,10 +25,11 @@ class ManifestWatch:
         self._next = next_iteration
 
     def look(self) -> None:
-        """Announce everything committed since the last look."""
-        while (manifest := read_manifest(self._store, self._run.run_id, self._next)) is not None:
-            self._announce(manifest)
-            self._next += 1
+        """Announce everything committed since the last look. A store that cannot be read now is looked at again later."""
+        with contextlib.suppress(OSError):
+            while (manifest := read_manifest(self._store, self._run.run_id, self._next)) is not None:
+                self._announce(manifest)
+                self._next += 1
 
     def _announce(self, manifest: Manifest) -> None:
         sentence = describe(manifest)

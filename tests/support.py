@@ -49,9 +49,6 @@ def _random_sample(rng: random.Random, prompt: tuple[int, ...]) -> Sample:
         trained=(False,) * len(prompt) + (True,) * completion,
         advantages=untrained + (rng.gauss(0, 1),) * completion,
         sampler_logprobs=untrained + tuple(rng.uniform(-5, 0) for _ in range(completion)),
-        anchor_logprobs=(),
-        reference_logprobs=(),
-        oldest_weights_version=0,
     )
 
 

@@ -11,7 +11,4 @@ def as_sample(prompt_ids: tuple[int, ...], completion_ids: tuple[int, ...]) -> S
         trained=(False,) * len(prompt_ids) + (True,) * len(completion_ids),
         advantages=zeros,
         sampler_logprobs=zeros,
-        anchor_logprobs=(),
-        reference_logprobs=(),
-        oldest_weights_version=0,
     )

@@ -36,7 +36,4 @@ def _as_sample(trajectory: Trajectory, advantages: list[float]) -> Sample:
         trained=(False,) * len(turn.prompt_ids) + (True,) * len(turn.completion_ids),
         advantages=untrained + tuple(advantages),
         sampler_logprobs=untrained + turn.sampler_logprobs,
-        anchor_logprobs=(),
-        reference_logprobs=(),
-        oldest_weights_version=min(turn.weights_versions),
     )

@@ -13,6 +13,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from roll_core.config.model import PretrainedModel
+from roll_core.config.problems import JsonlProblems
 from roll_core.config.run import RunConfig
 from roll_core.errors import UserError
 
@@ -45,13 +47,18 @@ def _read_tree(path: Path, chain: tuple[Path, ...]) -> Tree:
         raise UserError(f"{asked_by}: no such file {path}{_nearest_file(path)}")
     try:
         tree = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"config: {path} cannot be read: {error}") from None
     except yaml.YAMLError as error:
         raise UserError(f"config: {path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise UserError(f"config: {path} must hold keys and values, like 'name: quickstart'")
     merged: Tree = {}
     parents = tree.pop("extends", [])
-    for parent in [parents] if isinstance(parents, str) else parents:
+    parents = [parents] if isinstance(parents, str) else parents
+    if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
+        raise UserError(f"extends in {path} must be a file or a list of files, not {parents!r}")
+    for parent in parents:
         merged = _merge(merged, _read_tree(path.parent / parent, (*chain, path)))
     return _merge(merged, tree)
 
@@ -160,7 +167,14 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
         tracking_uri = sqlite + str(Path(tracking_uri.removeprefix(sqlite)).absolute())
     tracking = config.tracking.model_copy(update={"uri": tracking_uri})
     work_dir = str(Path(config.work_dir).absolute())
-    return config.model_copy(update={"store": store, "tracking": tracking, "work_dir": work_dir})
+    model, problems = config.model, config.problems
+    if isinstance(model, PretrainedModel):
+        model = model.model_copy(update={"path": str(Path(model.path).absolute())})
+    if isinstance(problems, JsonlProblems):
+        files = {"train": problems.train, "held_out": problems.held_out}
+        problems = problems.model_copy(update={key: str(Path(file).absolute()) for key, file in files.items()})
+    sections = {"store": store, "tracking": tracking, "work_dir": work_dir, "model": model, "problems": problems}
+    return config.model_copy(update=sections)
 
 
 def absolute_uri(uri: str) -> str:

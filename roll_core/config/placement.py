@@ -40,6 +40,8 @@ class PlacementConfig(Section):
         for key, devices in (("trainer", self.trainer), ("engines", self.engines)):
             if not devices:
                 raise ValueError(f"{key} needs at least one device")
+            if min(devices) < 0:
+                raise ValueError(f"{key} names device {min(devices)}: devices are numbered from 0")
             if len(set(devices)) != len(devices):
                 raise ValueError(f"{key} names a device twice: {list(devices)}")
         shared = set(self.trainer) & set(self.engines)

@@ -9,7 +9,7 @@ from roll_core.types.trajectory import Ending
 class GenerationRequest:
     """One completion to sample. Its tokens depend on its seed and the weights, not on what else is being generated.
 
-    Example: GenerationRequest(request_id="4/sort/train/17/2", prompt_ids=(6, 2, 4, 33), max_new_tokens=6,
+    Example: GenerationRequest(request_id="17/2", prompt_ids=(6, 2, 4, 33), max_new_tokens=6,
     temperature=1.0, stop_token_ids=(1,), seed=8123)
     """
 
@@ -26,7 +26,7 @@ class Completion:
     """Tokens (the stop token included), the logprob each had under the full distribution at the request's temperature
     (at temperature 1 for greedy requests), and the weights version that produced each.
 
-    Example: Completion(request_id="4/sort/train/17/2", token_ids=(2, 4, 6, 1), sampler_logprobs=(-0.1, -0.3, -0.2, -0.01),
+    Example: Completion(request_id="17/2", token_ids=(2, 4, 6, 1), sampler_logprobs=(-0.1, -0.3, -0.2, -0.01),
     weights_versions=(3, 3, 3, 3), ending=Ending.STOP)
     """
 

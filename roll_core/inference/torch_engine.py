@@ -192,7 +192,9 @@ class TorchEngine:
     @torch.inference_mode()
     def _prefill(self) -> None:
         """Start waiting requests in the free slots. A prompt shared by several (a group) is computed once."""
-        starting = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._num_slots - len(self._running)))]
+        first_slot = len(self._running)
+        starting = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._num_slots - first_slot))]
+        self._running += starting  # before anything can fail, so that a failure reaches them
         prompts = list(dict.fromkeys(s.request.prompt_ids for s in starting))
         number = {prompt: i for i, prompt in enumerate(prompts)}
         lengths_P = torch.tensor([len(p) for p in prompts])
@@ -206,8 +208,7 @@ class TorchEngine:
         )
         last_PH = hidden[torch.arange(len(prompts)), lengths_P - 1]
         prompt_of_slot = torch.tensor([number[s.request.prompt_ids] for s in starting])
-        cache.keep_fresh(len(self._running), prompt_of_slot)
-        self._running += starting
+        cache.keep_fresh(first_slot, prompt_of_slot)
         self._sample(starting, self._logits(last_PH)[prompt_of_slot])
 
     @torch.inference_mode()

@@ -1,11 +1,14 @@
-"""Checks that need the machine, not only the config: files, folders, whether prompts fit. Each names its key."""
+"""Checks that need the machine, not only the config: files, folders, devices, whether prompts fit. Each names its key."""
 
 from pathlib import Path
 
 from roll_core.config.model import PretrainedModel
+from roll_core.config.placement import DeviceKind
 from roll_core.config.run import RunConfig
+from roll_core.config.services import Launcher
 from roll_core.data.problem_source import build_source
 from roll_core.errors import UserError
+from roll_core.rollout.renderer import build_renderer
 from roll_core.store.object_store import ObjectStore
 
 
@@ -14,12 +17,43 @@ def check_ready(config: RunConfig) -> None:
     model = config.model
     if isinstance(model, PretrainedModel) and not (Path(model.path) / "config.json").is_file():
         raise UserError(f"model.path: no Hugging Face model in {model.path} (config.json is missing)")
-    source = build_source(config.problems, config.seed)
-    source.held_out(config.evaluation.num_problems)
+    _check_devices(config)
+    _check_prompts(config)
     ObjectStore(config.store.uri).check_writable()
     _check_folder("work_dir", Path(config.work_dir))
     if config.tracking.uri.startswith("sqlite:///"):
         _check_folder("tracking.uri", Path(config.tracking.uri.removeprefix("sqlite:///")).parent)
+
+
+def _check_devices(config: RunConfig) -> None:
+    cluster = config.cluster
+    if config.legs.launcher is Launcher.LOCAL and cluster.nodes > 1:
+        raise UserError(
+            f"cluster.nodes ({cluster.nodes}) must be 1 with legs.launcher local: a local leg has this machine only"
+        )
+    found = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if cluster.device is DeviceKind.CUDA and found < cluster.devices_per_node:
+        raise UserError(
+            f"cluster.devices_per_node ({cluster.devices_per_node}) is more than the {found} GPU(s) of this machine: "
+            "lower it, or set cluster.device=cpu"
+        )
+
+
+def _check_prompts(config: RunConfig) -> None:
+    """Render every held-out problem and as many training problems as one iteration takes."""
+    source, renderer = build_source(config.problems, config.seed), build_renderer(config.model)
+    problems = source.held_out(config.evaluation.num_problems)
+    problems += [source.problem(index) for index in range(config.rollout.num_groups)]
+    for problem in problems:
+        try:
+            num_tokens = len(renderer.prompt(problem.messages))
+        except ValueError as error:
+            raise UserError(f"problems: {problem.problem_id} cannot be rendered: {error}") from None
+        if num_tokens + config.rollout.max_new_tokens > config.model.max_positions:
+            raise UserError(
+                f"model.max_positions ({config.model.max_positions}) is too small for problem {problem.problem_id}: "
+                f"its prompt has {num_tokens} tokens, and rollout.max_new_tokens adds {config.rollout.max_new_tokens}"
+            )
 
 
 def _check_folder(key: str, folder: Path) -> None:

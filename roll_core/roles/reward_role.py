@@ -1,6 +1,9 @@
 """A reward worker as a Ray actor: user code runs here, away from models. What it raises becomes a counted failure."""
 
+import math
+
 from roll_core.config.run import RunConfig
+from roll_core.errors import RewardError
 from roll_core.rewards.base import build_reward
 from roll_core.roles.process import settle
 from roll_core.types.trajectory import Failure, Problem, Score, Trajectory
@@ -18,6 +21,9 @@ class RewardRole:
 
     async def _grade_one(self, problem: Problem, trajectory: Trajectory) -> Score | Failure:
         try:
-            return await self._reward(problem, trajectory)
+            score = await self._reward(problem, trajectory)
+            if not math.isfinite(score.value):
+                raise RewardError("reward", problem.problem_id, f"it answered {score.value}")
+            return score
         except Exception as error:  # the boundary to user code: whatever it raises must not take the siblings with it
             return Failure(stage="grade", cause=f"{type(error).__name__}: {error}")

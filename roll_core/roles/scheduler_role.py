@@ -8,7 +8,7 @@ from ray.actor import ActorHandle
 
 from roll_core.config.run import RunConfig
 from roll_core.data.problem_source import build_source
-from roll_core.errors import RoleDied
+from roll_core.errors import RoleDied, RollError
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.roles.process import settle
 from roll_core.rollout import metrics
@@ -65,6 +65,7 @@ class SchedulerRole:
     async def collect(self, request: CollectRequest) -> tuple[Collected, list[ray.ObjectRef]]:
         """The receipt, and the trajectories as a reference (in a list, so that Ray does not fetch them for the caller)."""
         trajectories = await self._scheduler.collect(request, self._config.deadlines.collect)
+        _refuse_if_none_graded(trajectories, f"collect {request.iteration}")
         collected = Collected(
             request=request,
             trajectories=self._store.put(encode_trajectories(trajectories), ArtifactKind.TRAJECTORIES),
@@ -78,10 +79,21 @@ class SchedulerRole:
     async def evaluate(self, weights_version: int) -> Evaluated:
         num_problems = self._config.evaluation.num_problems
         trajectories = await self._scheduler.evaluate(num_problems, self._config.deadlines.evaluate)
+        _refuse_if_none_graded(trajectories, f"evaluate version {weights_version}")
         return Evaluated(
             weights_version=weights_version,
             num_problems=num_problems,
             accuracy=metrics.accuracy(trajectories),
             trajectories=self._store.put(encode_trajectories(trajectories), ArtifactKind.TRAJECTORIES),
-            metrics={"accuracy/held_out": metrics.accuracy(trajectories)},
+            metrics={
+                "accuracy/held_out": metrics.accuracy(trajectories),
+                "accuracy/held_out_failed": float(sum(t.score is None for t in trajectories)),
+            },
         )
+
+
+def _refuse_if_none_graded(trajectories: list[Trajectory], stage: str) -> None:
+    """A batch without a single grade is an outage, not an answer: it must not be kept as the stage's result."""
+    failures = [t.failure for t in trajectories if t.failure is not None]
+    if len(failures) == len(trajectories):
+        raise RollError(f"{stage}: every trajectory failed, the first with: {failures[0].cause}")

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
@@ -15,7 +16,6 @@ import ray
 from roll_core.batching.packing import PackingLimits
 from roll_core.config.run import RunConfig
 from roll_core.config.training import Packing
-from roll_core.errors import RollError
 from roll_core.roles.process import settle
 from roll_core.store.checkpoints import download_files, upload_files
 from roll_core.store.object_store import ObjectStore
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from roll_core.batching.micro_batch import MicroBatch
 
 Answer = TypeVar("Answer")
+ANSWERS_KEPT = 16
+"""A request is repeated, if at all, before the next iteration; this covers several."""
 
 
 class TrainerRank:
@@ -92,9 +94,6 @@ class TrainerRank:
 
         trajectories = trajectories or decode_trajectories(self._store.get(collected.trajectories))
         samples = build_samples(trajectories, self._algorithm.advantage)
-        if not samples:
-            cause = next(t.failure.cause for t in trajectories if t.failure is not None)
-            raise RollError(f"iteration {collected.request.iteration}: every trajectory failed, the first with: {cause}")
         steps = _split_evenly(samples, self._config.training.optimizer_steps)
         self._prepared = {collected.request.request_id: [self._prepare_step(step) for step in steps]}
         return len(samples), sum(s.num_trained_tokens for s in samples)
@@ -133,7 +132,9 @@ class TrainerRank:
 
     def _once(self, request_id: str, act: Callable[[], Answer]) -> Answer:
         if request_id not in self._answers:
-            self._answers = {request_id: act()}
+            self._answers[request_id] = act()
+            for forgotten in list(self._answers)[:-ANSWERS_KEPT]:
+                del self._answers[forgotten]
         return self._answers[request_id]
 
     def _warm_start(self) -> Metrics:
@@ -194,7 +195,8 @@ class TrainerRank:
             for micro_batch in micro_batches:
                 self._backend.accumulate(micro_batch, self._algorithm.loss)
             per_step.append(self._backend.apply_gradients())
-        return {name: sum(metrics[name] for metrics in per_step) / len(per_step) for name in per_step[0]}
+        names = dict.fromkeys(name for metrics in per_step for name in metrics)
+        return {name: mean(metrics[name] for metrics in per_step if name in metrics) for name in names}
 
     def _with_folder(self, checkpoint: CheckpointRef, load: Callable[[Path], None]) -> None:
         folder = self._scratch / f"restore-{checkpoint.iteration}-rank-{self._rank}"
@@ -206,4 +208,4 @@ class TrainerRank:
 def _split_evenly(samples: list[Sample], parts: int) -> list[list[Sample]]:
     """Consecutive parts whose sizes differ by at most one; whole groups stay together when none of them failed."""
     bounds = [len(samples) * part // parts for part in range(parts + 1)]
-    return [samples[start:end] for start, end in pairwise(bounds)]
+    return [samples[start:end] for start, end in pairwise(bounds) if end > start]

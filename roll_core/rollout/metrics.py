@@ -29,8 +29,8 @@ def describe(trajectories: Sequence[Trajectory], weights_version: int) -> Metric
 
 
 def accuracy(trajectories: Sequence[Trajectory]) -> float:
-    """Share of right answers; a trajectory that failed to be graded counts as not right."""
-    return _mean([t.score is not None and t.score.correct for t in trajectories])
+    """Share of right answers among the graded ones; those that could not be graded are counted elsewhere."""
+    return _mean([t.score.correct for t in trajectories if t.score is not None])
 
 
 def _informative_share(trajectories: Sequence[Trajectory]) -> float:

@@ -72,18 +72,21 @@ class RolloutScheduler:
         """The groups a request names, in order, every attempt graded or carrying its failure."""
         attempts: list[Attempt] = []
         for group in range(request.num_groups):
-            problem = self._source.problem(request.first_problem + group)
-            attempts += self._attempts(problem, group, self._config.group_size, self._config.temperature, request.iteration)
+            index = request.first_problem + group
+            attempts += self._attempts(
+                self._source.problem(index), group, self._config.group_size, self._config.temperature, index
+            )
         return await self._run(attempts, deadline_s, "collect")
 
     async def evaluate(self, num_problems: int, deadline_s: float) -> list[Trajectory]:
         """One greedy attempt at each held-out problem."""
         attempts: list[Attempt] = []
         for group, problem in enumerate(self._source.held_out(num_problems)):
-            attempts += self._attempts(problem, group, 1, 0.0, 0)
+            attempts += self._attempts(problem, group, 1, 0.0, group)
         return await self._run(attempts, deadline_s, "evaluate")
 
-    def _attempts(self, problem: Problem, group: int, count: int, temperature: float, iteration: int) -> list[Attempt]:
+    def _attempts(self, problem: Problem, group: int, count: int, temperature: float, index: int) -> list[Attempt]:
+        """Attempts at the problem at an index of the stream; a problem that comes up again is attempted anew."""
         prompt_ids = self._renderer.prompt(problem.messages)
         requests = (
             GenerationRequest(
@@ -92,7 +95,7 @@ class RolloutScheduler:
                 max_new_tokens=self._config.max_new_tokens,
                 temperature=temperature,
                 stop_token_ids=self._renderer.stop_token_ids,
-                seed=derive_seed(self._seed, "attempt", iteration, problem.problem_id, number),
+                seed=derive_seed(self._seed, "attempt", index, number),
             )
             for number in range(count)
         )

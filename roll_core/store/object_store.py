@@ -25,12 +25,15 @@ class AlreadyExists(Exception):
 class ObjectStore:
     """Objects under one address.
 
-    Example: store = ObjectStore("file:///tmp/roll"); ref = store.put(b"...", ArtifactKind.REPORT); store.get(ref)
+    Example: store = ObjectStore("file:///tmp/roll"); ref = store.put(b"...", ArtifactKind.TRAJECTORIES); store.get(ref)
     """
 
     def __init__(self, uri: str):
         self.uri = uri.rstrip("/")
-        self._fs, root = fsspec.core.url_to_fs(self.uri)
+        try:
+            self._fs, root = fsspec.core.url_to_fs(self.uri)
+        except (ValueError, ImportError) as error:
+            raise UserError(f"store.uri: {self.uri} cannot be opened: {error}") from None
         self._root = root.rstrip("/")
 
     def put(self, data: bytes, kind: ArtifactKind) -> ArtifactRef:

@@ -34,7 +34,10 @@ class TrainingBackend(Protocol):
         ...
 
     def apply_gradients(self) -> Metrics:
-        """One optimizer step with what was accumulated; metrics are those of the whole batch, the same on every rank."""
+        """One optimizer step with what was accumulated, skipped (and counted) if the gradient is not finite.
+
+        Metrics are those of the whole batch, the same on every rank.
+        """
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -5,6 +5,7 @@ denominators, so gradients are summed over ranks, never averaged.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,11 +99,16 @@ class TorchBackend:
         rate = learning_rate_at(self._step, self._optimizer_config, self._total_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        norm = torch.nn.utils.clip_grad_norm_(self._scorer.parameters(), self._optimizer_config.max_gradient_norm)
-        self._optimizer.step()
+        norm = _whole(
+            torch.nn.utils.clip_grad_norm_(self._scorer.parameters(), self._optimizer_config.max_gradient_norm)
+        ).item()
+        if math.isfinite(norm):
+            self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._step += 1
-        return self._drain_sums() | {"update/gradient_norm": _whole(norm).item(), "update/learning_rate": rate}
+        skipped = float(not math.isfinite(norm))
+        steps = {"update/gradient_norm": norm, "update/learning_rate": rate, "update/skipped_steps": skipped}
+        return self._drain_sums() | steps
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Full gradients accumulated so far, by Hugging Face name: for tests and for debugging a run."""
@@ -164,7 +170,7 @@ class TorchBackend:
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def _drain_sums(self) -> Metrics:
-        """Sums of this step over all ranks; per-token sums become means over the tokens that were scored."""
+        """Sums of this step over all ranks; per-token sums become means over the tokens scored, if there were any."""
         names = sorted(self._sums)
         totals = torch.stack([self._sums[name].double() for name in names])
         if self._world_size > 1:
@@ -172,7 +178,8 @@ class TorchBackend:
         self._sums = {}
         sums = dict(zip(names, totals.tolist(), strict=True))
         loss, tokens = sums.pop("update/loss"), sums.pop("scored_tokens")
-        return {name: value / max(tokens, 1.0) for name, value in sums.items()} | {"update/loss": loss}
+        means = {name: value / tokens for name, value in sums.items()} if tokens else {}
+        return means | {"update/loss": loss}
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -111,14 +111,14 @@ NO_PARENT = ""
 
 
 class LegEnded(Record):
-    """Why a leg ended, as the outer flow reads it. `stopped` means a person or a signal asked it to.
+    """Why a leg ended, as the outer flow reads it. `fenced` means that another leg has the run: this one must not go on.
 
-    Example: LegEnded(run_id="quickstart-3", leg=1, last_iteration=40, finished=True, stopped=False, cause="")
+    Example: LegEnded(run_id="quickstart-3", leg=1, last_iteration=40, finished=True, fenced=False, cause="")
     """
 
     run_id: str
     leg: int
     last_iteration: int
     finished: bool
-    stopped: bool
+    fenced: bool
     cause: str

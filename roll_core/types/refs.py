@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict
 class Record(BaseModel):
     """Base of what is written to disk or sent between processes: frozen, and strict about unknown fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # A metric may be NaN or infinite; as null it could not be read back, and the run could not be resumed.
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
 def digest_of(data: bytes) -> str:
@@ -28,7 +29,6 @@ def record_digest(record: Record) -> str:
 class ArtifactKind(StrEnum):
     TRAJECTORIES = "trajectories"
     CHECKPOINT_FILE = "checkpoint-file"
-    REPORT = "report"
 
 
 class ArtifactRef(Record):

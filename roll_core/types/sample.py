@@ -8,20 +8,16 @@ class Sample:
     """One token sequence with everything a loss needs about it, one entry per token unless said otherwise.
 
     `trained` marks completion tokens; the other per-token entries are meaningful only there (zero elsewhere).
-    `anchor_logprobs` and `reference_logprobs` are empty when the algorithm does not declare them.
 
     Example (prompt of 2 tokens, completion of 2):
     Sample(token_ids=(8, 25, 8, 2), trained=(False, False, True, True), advantages=(0, 0, 0.5, 0.5),
-    sampler_logprobs=(0, 0, -0.1, -0.2), anchor_logprobs=(), reference_logprobs=(), oldest_weights_version=7)
+    sampler_logprobs=(0, 0, -0.1, -0.2))
     """
 
     token_ids: tuple[int, ...]
     trained: tuple[bool, ...]
     advantages: tuple[float, ...]
     sampler_logprobs: tuple[float, ...]
-    anchor_logprobs: tuple[float, ...]
-    reference_logprobs: tuple[float, ...]
-    oldest_weights_version: int
 
     def __post_init__(self):
         assert len(self.token_ids) == len(self.trained) == len(self.advantages) == len(self.sampler_logprobs)

@@ -230,3 +230,15 @@ def test_incomplete_weights_are_refused():
 def test_a_request_that_cannot_fit_is_refused_by_name():
     with pytest.raises(ValueError, match="request r0 may reach 50 tokens, but model.max_positions is 48"):
         run_all(engine(), [GenerationRequest("r0", (5, 6), 48, 1.0, NO_STOP, seed=1)])
+
+
+def test_a_step_that_fails_fails_every_request_it_held():
+    served = engine(2)
+    served._model.get_output_embeddings().forward = lambda _: 1 / 0
+
+    async def all_failures() -> list[BaseException]:
+        pending = [asyncio.create_task(served.generate(request)) for request in requests(5)]
+        done, _ = await asyncio.wait(pending, timeout=10)
+        return [task.exception() for task in done]
+
+    assert [type(error) for error in asyncio.run(all_failures())] == [ZeroDivisionError] * 5

@@ -26,12 +26,12 @@ def object_name(ref) -> str:
 
 
 def test_bytes_come_back_by_their_ref(store):
-    ref = store.put(b"hello", ArtifactKind.REPORT)
+    ref = store.put(b"hello", ArtifactKind.CHECKPOINT_FILE)
     assert (ref.size, store.get(ref)) == (5, b"hello")
 
 
 def test_the_same_bytes_have_the_same_name_and_are_kept_once(store):
-    first, second = store.put(b"same", ArtifactKind.REPORT), store.put(b"same", ArtifactKind.REPORT)
+    first, second = store.put(b"same", ArtifactKind.CHECKPOINT_FILE), store.put(b"same", ArtifactKind.CHECKPOINT_FILE)
     assert first == second
     assert len(list(store.list("objects"))) == 1
 
@@ -52,9 +52,9 @@ def test_missing_bytes_are_reported_by_name(store):
 
 
 def test_putting_bytes_again_repairs_a_truncated_object(store):
-    ref = store.put(b"hello", ArtifactKind.REPORT)
+    ref = store.put(b"hello", ArtifactKind.CHECKPOINT_FILE)
     overwrite(store, object_name(ref), b"he")
-    store.put(b"hello", ArtifactKind.REPORT)
+    store.put(b"hello", ArtifactKind.CHECKPOINT_FILE)
     assert store.get(ref) == b"hello"
 
 

@@ -220,3 +220,14 @@ def test_a_loaded_backend_moves_exactly_like_the_one_that_was_saved(tmp_path):
     step(copy)
     expected = dict(original.weights())
     assert all(torch.equal(tensor, expected[name]) for name, tensor in copy.weights())
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted():
+    backend = new_backend(REFERENCE)
+    before = {name: tensor.clone() for name, tensor in backend.weights()}
+    poisoned = [replace(s, advantages=tuple(a * float("inf") if a else a for a in s.advantages)) for s in random_samples(3)]
+    limits = REFERENCE.limits
+    for micro_batch in build_micro_batches(poisoned, rank=0, num_ranks=1, limits=limits, skip_zero_advantages=False):
+        backend.accumulate(micro_batch, build_algorithm(Grpo(), 1).loss)
+    assert backend.apply_gradients()["update/skipped_steps"] == 1.0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.weights())

@@ -32,12 +32,27 @@ def test_a_missing_config(workspace):
 
 def test_a_missing_problem_file(workspace):
     settings = ["--set", "problems={kind: jsonl, train: nowhere.jsonl, held_out: nowhere.jsonl}"]
-    assert_refused(workspace.roll("run", str(workspace.config), *settings), "problems.train: no such file nowhere.jsonl")
+    assert_refused(workspace.roll("run", str(workspace.config), *settings), "problems.train: no such file")
 
 
 def test_a_missing_model(workspace):
     settings = ["--set", "model={kind: pretrained, path: /nowhere, max_positions: 64}"]
     assert_refused(workspace.roll("run", str(workspace.config), *settings), "model.path: no Hugging Face model in /nowhere")
+
+
+def test_a_prompt_that_cannot_fit(workspace):
+    done = workspace.roll("run", str(workspace.config), "--set", "problems.digits=30")
+    assert_refused(done, "model.max_positions (32) is too small for problem sort/held-out/0: its prompt has 31 tokens")
+
+
+def test_devices_this_machine_does_not_have(workspace):
+    done = workspace.roll("run", str(workspace.config), "--set", "cluster.nodes=2")
+    assert_refused(done, "cluster.nodes (2) must be 1 with legs.launcher local")
+
+
+def test_a_store_nobody_can_open(workspace):
+    done = workspace.roll("run", str(workspace.config), "--set", "store.uri=nowhere://x")
+    assert_refused(done, "store.uri: nowhere://x cannot be opened")
 
 
 def test_an_unwritable_store(workspace):

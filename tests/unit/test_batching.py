@@ -21,9 +21,6 @@ def test_a_sample_is_prompt_then_completion_with_its_advantage_on_the_completion
         trained=(False, False, True, True, True),
         advantages=(0.0, 0.0, 0.5, 0.5, 0.5),
         sampler_logprobs=(0.0, 0.0, -0.5, -0.5, -0.5),
-        anchor_logprobs=(),
-        reference_logprobs=(),
-        oldest_weights_version=0,
     )
 
 
@@ -63,8 +60,8 @@ def test_every_rank_gets_as_many_micro_batches_and_every_sample_goes_somewhere_o
 
 def test_a_packed_row_restarts_positions_and_keeps_sequences_apart():
     samples = [
-        Sample((8, 25, 8, 1), (False, False, True, True), (0, 0, 1, 1), (0, 0, -1, -2), (), (), 0),
-        Sample((9, 25, 1), (False, False, True), (0, 0, 3), (0, 0, -3), (), (), 0),
+        Sample((8, 25, 8, 1), (False, False, True, True), (0, 0, 1, 1), (0, 0, -1, -2)),
+        Sample((9, 25, 1), (False, False, True), (0, 0, 3), (0, 0, -3)),
     ]
     limits = PackingLimits(micro_batch_tokens=100, row_tokens=7, packing=Packing.ROWS)
     (batch,) = build_micro_batches(samples, rank=0, num_ranks=1, limits=limits, skip_zero_advantages=False)
@@ -83,8 +80,8 @@ def test_a_packed_row_restarts_positions_and_keeps_sequences_apart():
 
 def test_a_shared_prompt_is_laid_down_once_and_every_continuation_looks_at_it_alone():
     samples = [
-        Sample((8, 25, 8, 1), (False, False, True, True), (0, 0, 1, 1), (0, 0, -1, -2), (), (), 0),
-        Sample((8, 25, 9), (False, False, True), (0, 0, 3), (0, 0, -3), (), (), 0),
+        Sample((8, 25, 8, 1), (False, False, True, True), (0, 0, 1, 1), (0, 0, -1, -2)),
+        Sample((8, 25, 9), (False, False, True), (0, 0, 3), (0, 0, -3)),
     ]
     limits = PackingLimits(micro_batch_tokens=100, row_tokens=8, packing=Packing.SHARED_PROMPTS)
     (batch,) = build_micro_batches(samples, rank=0, num_ranks=1, limits=limits, skip_zero_advantages=False)
@@ -102,7 +99,7 @@ def test_units_share_a_prompt_as_far_as_a_row_goes():
 
 def test_skipped_samples_still_count_in_the_denominators():
     pulling = random_samples(3)
-    idle = Sample((5, 6, 7), (False, True, True), (0.0, 0.0, 0.0), (0.0, -1.0, -1.0), (), (), 0)
+    idle = Sample((5, 6, 7), (False, True, True), (0.0, 0.0, 0.0), (0.0, -1.0, -1.0))
     limits = PackingLimits(micro_batch_tokens=100, row_tokens=None, packing=Packing.ROWS)
     (batch,) = build_micro_batches([*pulling, idle], rank=0, num_ranks=1, limits=limits, skip_zero_advantages=True)
     assert batch.num_sequences == 3

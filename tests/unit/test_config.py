@@ -83,6 +83,11 @@ def test_files_that_extend_each_other_are_refused(tmp_path):
     assert "extends itself" in sentence(tmp_path / "a.yaml")
 
 
+@pytest.mark.parametrize("parents", ["5", "[1]", "{a: b}"])
+def test_extends_must_name_files(tmp_path, parents):
+    assert "must be a file or a list of files" in sentence(write(tmp_path, f"extends: {parents}\nname: a\n"))
+
+
 def test_broken_yaml_is_one_sentence(tmp_path):
     assert "is not valid YAML" in sentence(write(tmp_path, "name: [a\n"))
 

@@ -238,7 +238,7 @@ def test_metrics_of_a_batch_by_hand():
     assert found["reward/informative_groups"] == 0.5  # group 0 differs, group 1 does not
     assert found["response/mean_tokens"] == 3.5
     assert found["rollout/staleness_max"] == 2.0
-    assert accuracy(batch) == 0.2  # the ungraded one is not right
+    assert accuracy(batch) == 0.25  # of the four that were graded
 
 
 def test_an_unknown_character_is_refused_not_dropped():

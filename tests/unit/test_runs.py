@@ -88,6 +88,14 @@ def test_the_chain_ends_before_a_manifest_that_names_another_parent(store):
     assert read_chain(store, "tiny-1") == chain
 
 
+def test_a_metric_that_is_not_a_number_can_be_read_back(store):
+    odd = manifest(0, NO_PARENT).model_copy(update={"metrics": {"update/gradient_norm": float("inf"), "x": float("nan")}})
+    commit(store, odd)
+    (found,) = read_chain(store, "tiny-1")
+    assert found.metrics["update/gradient_norm"] == float("inf")
+    assert found.metrics["x"] != found.metrics["x"]
+
+
 def test_an_iteration_happens_once(store):
     first = commit_chain(store, 1)[0]
     with pytest.raises(IterationTaken, match="iteration 0 of tiny-1 was committed by another leg"):
