@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -10,6 +11,9 @@ from roll_core.config.run import RunConfig
 from roll_core.config.training import Precision
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.roles.process import settle
+
+if TYPE_CHECKING:
+    from roll_core.inference.base import InferenceEngine
 
 
 class EngineRole:
@@ -24,7 +28,7 @@ class EngineRole:
         config = self._config
         torch.set_num_threads(config.cluster.threads_per_device)
         bfloat16 = config.training.precision is Precision.BFLOAT16 and config.cluster.device is DeviceKind.CUDA
-        self._engine = TorchEngine(
+        self._engine: InferenceEngine = TorchEngine(
             config.model,
             seed=config.seed,
             num_slots=config.rollout.slots_per_engine,

@@ -65,7 +65,7 @@ class SchedulerRole:
     async def collect(self, request: CollectRequest) -> tuple[Collected, list[ray.ObjectRef]]:
         """The receipt, and the trajectories as a reference (in a list, so that Ray does not fetch them for the caller)."""
         trajectories = await self._scheduler.collect(request, self._config.deadlines.collect)
-        _refuse_if_none_graded(trajectories, f"collect {request.iteration}")
+        refuse_if_none_graded(trajectories, f"collect {request.iteration}")
         collected = Collected(
             request=request,
             trajectories=self._store.put(encode_trajectories(trajectories), ArtifactKind.TRAJECTORIES),
@@ -79,7 +79,7 @@ class SchedulerRole:
     async def evaluate(self, weights_version: int) -> Evaluated:
         num_problems = self._config.evaluation.num_problems
         trajectories = await self._scheduler.evaluate(num_problems, self._config.deadlines.evaluate)
-        _refuse_if_none_graded(trajectories, f"evaluate version {weights_version}")
+        refuse_if_none_graded(trajectories, f"evaluate version {weights_version}")
         return Evaluated(
             weights_version=weights_version,
             num_problems=num_problems,
@@ -92,7 +92,7 @@ class SchedulerRole:
         )
 
 
-def _refuse_if_none_graded(trajectories: list[Trajectory], stage: str) -> None:
+def refuse_if_none_graded(trajectories: list[Trajectory], stage: str) -> None:
     """A batch without a single grade is an outage, not an answer: it must not be kept as the stage's result."""
     failures = [t.failure for t in trajectories if t.failure is not None]
     if len(failures) == len(trajectories):

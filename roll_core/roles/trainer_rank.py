@@ -27,6 +27,7 @@ from roll_core.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from roll_core.batching.micro_batch import MicroBatch
+    from roll_core.training.base import TrainingBackend
 
 Answer = TypeVar("Answer")
 ANSWERS_KEPT = 16
@@ -67,7 +68,7 @@ class TrainerRank:
                 world_size=self._num_ranks,
             )
         self._algorithm = build_algorithm(config.algorithm, config.training.optimizer_steps)
-        self._backend = TorchBackend(
+        self._backend: TrainingBackend = TorchBackend(
             config.model, config.training, seed=config.seed, temperature=config.rollout.temperature, device=device
         )
         self._backend.start_optimizer(config.training.optimizer, config.total_optimizer_steps)
