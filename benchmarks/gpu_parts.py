@@ -13,14 +13,16 @@ import time
 import torch
 
 from roll_core.algorithms.catalog import build_algorithm
-from roll_core.batching.micro_batch import build_micro_batches
+from roll_core.batching.micro_batch import GlobalCounts, build_micro_batches
 from roll_core.batching.packing import PackingLimits
+from roll_core.batching.token_data import TokenData
 from roll_core.config.algorithm import Grpo
 from roll_core.config.model import ScratchModel
 from roll_core.config.training import OptimizerConfig, Packing, Precision, TrainingConfig
 from roll_core.inference.requests import GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
 from roll_core.training.torch_backend import TorchBackend
+from roll_core.training.torch_trained import TorchSettings
 from roll_core.types.sample import Sample
 
 GPU = torch.device("cuda")
@@ -53,16 +55,19 @@ async def decode(model: ScratchModel, sequences: int, new_tokens: int) -> float:
 
 def update(model: ScratchModel, sequences: int, new_tokens: int) -> float:
     training = TrainingConfig(precision=Precision.BFLOAT16, activation_checkpointing=True)
-    backend = TorchBackend(model, training, seed=0, temperature=1.0, device=GPU)
+    backend = TorchBackend(model, TorchSettings(training, seed=0, temperature=1.0, device=GPU))
     backend.start_optimizer(OptimizerConfig(), total_steps=10)
     rng = random.Random(0)
     samples = [_sample(rng, new_tokens) for _ in range(sequences)]
+    tokens, counts = _tokens(sequences, new_tokens), GlobalCounts(sequences * new_tokens, sequences)
     limits = PackingLimits(65536, None, Packing.ROWS)
-    loss = build_algorithm(Grpo(), 1).loss
+    loss = build_algorithm(Grpo(), num_optimizer_steps=1, max_new_tokens=new_tokens).loss
     seconds = []
     for _ in range(3):
         start = time.perf_counter()
-        for micro_batch in build_micro_batches(samples, rank=0, num_ranks=1, limits=limits, skip_zero_advantages=False):
+        for micro_batch in build_micro_batches(
+            samples, tokens, chosen=range(sequences), counts=counts, rank=0, num_ranks=1, limits=limits
+        ):
             backend.accumulate(micro_batch, loss)
         backend.apply_gradients()
         torch.cuda.synchronize()
@@ -71,13 +76,16 @@ def update(model: ScratchModel, sequences: int, new_tokens: int) -> float:
 
 
 def _sample(rng: random.Random, new_tokens: int) -> Sample:
-    untrained = (0.0,) * PROMPT_TOKENS
     return Sample(
         token_ids=tuple(rng.randrange(2, 60) for _ in range(PROMPT_TOKENS + new_tokens)),
         trained=(False,) * PROMPT_TOKENS + (True,) * new_tokens,
-        advantages=untrained + (rng.gauss(0, 1),) * new_tokens,
-        sampler_logprobs=untrained + (-4.0,) * new_tokens,
     )
+
+
+def _tokens(sequences: int, new_tokens: int) -> TokenData:
+    count = sequences * new_tokens
+    turn_N = torch.arange(sequences).repeat_interleave(new_tokens)
+    return TokenData(torch.full((count,), -4.0), turn_N, torch.randn(sequences)[turn_N], torch.ones(count))
 
 
 def main() -> None:

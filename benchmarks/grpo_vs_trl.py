@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from in_process import checkpoint_at, held_out_accuracy, open_backend, save_pretrained
+from in_process import checkpoint_at, held_out_accuracy, open_learner, save_pretrained
 from roll_runs import WARM_UP, FinishedRun, machine_load, only_at_the_end, run_quickstart, timed_iterations
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
@@ -84,7 +84,7 @@ def run_trl(run: FinishedRun, folder: Path) -> list[TrlIteration]:
     """TRL in a process of its own, from the policy of the run's iteration 0."""
     folder.mkdir()
     (folder / "config.json").write_text(run.config.model_dump_json())
-    save_pretrained(run.config, dict(open_backend(run, checkpoint_at(run, 0)).weights()), folder / "model")
+    save_pretrained(run.config, dict(open_learner(run, checkpoint_at(run, 0)).weights()), folder / "model")
     log = folder / "trl.log"
     with open(log, "wb") as output:
         command = [sys.executable, str(Path(__file__).with_name("trl_grpo.py")), str(folder)]
@@ -155,7 +155,7 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
     iterations = run_trl(run, folder / "trl")
     loads["after TRL"] = machine_load()
     torch.set_num_threads(options.threads)
-    policies = [dict(open_backend(run, checkpoint_at(run, iteration)).weights()) for iteration in (0, config.iterations)]
+    policies = [dict(open_learner(run, checkpoint_at(run, iteration)).weights()) for iteration in (0, config.iterations)]
     before, ours = (held_out_accuracy(config, weights) for weights in policies)
     trained = AutoModelForCausalLM.from_pretrained(folder / "trl" / "trained", dtype=torch.float32)
     theirs = held_out_accuracy(config, dict(trained.named_parameters()))

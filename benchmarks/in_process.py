@@ -17,10 +17,6 @@ import torch
 from roll_runs import FinishedRun
 from torch import Tensor
 
-from roll_core.algorithms.catalog import Algorithm, build_algorithm
-from roll_core.batching.micro_batch import MicroBatch, build_micro_batches
-from roll_core.batching.packing import PackingLimits
-from roll_core.batching.samples import build_samples
 from roll_core.config.run import RunConfig
 from roll_core.data.problem_source import build_source
 from roll_core.inference.base import InFlight, WeightsUpdate
@@ -32,7 +28,7 @@ from roll_core.rollout import metrics
 from roll_core.rollout.renderer import build_renderer
 from roll_core.rollout.scheduler import RolloutScheduler
 from roll_core.store.checkpoints import download_files
-from roll_core.training.torch_backend import TorchBackend
+from roll_core.training.learner import Learner
 from roll_core.types.manifest import Manifest
 from roll_core.types.refs import CheckpointRef
 from roll_core.types.trajectory import Failure, Problem, Score, Trajectory
@@ -82,21 +78,13 @@ def checkpoint_at(run: FinishedRun, iteration: int) -> CheckpointRef:
     return checkpoint
 
 
-def open_backend(run: FinishedRun, checkpoint: CheckpointRef) -> TorchBackend:
-    """A trainer rank's backend, continued from a checkpoint in the store."""
-    config = run.config
-    backend = TorchBackend(
-        config.model,
-        config.training,
-        seed=config.seed,
-        temperature=config.rollout.temperature,
-        device=torch.device("cpu"),
-    )
-    backend.start_optimizer(config.training.optimizer, config.total_optimizer_steps)
+def open_learner(run: FinishedRun, checkpoint: CheckpointRef) -> Learner:
+    """What a trainer rank learns with, continued from a checkpoint in the store."""
+    learner = Learner(run.config, rank=0, num_ranks=1, device=torch.device("cpu"))
     with tempfile.TemporaryDirectory() as folder:
         download_files(run.store, checkpoint, Path(folder))
-        backend.load(Path(folder))
-    return backend
+        learner.load(Path(folder))
+    return learner
 
 
 @torch.no_grad()
@@ -129,8 +117,7 @@ async def _replay(run: FinishedRun, manifests: Iterable[Manifest]) -> list[Model
     config, engine = run.config, _open_engine(run.config)
     loop = _Loop(
         config=config,
-        algorithm=build_algorithm(config.algorithm, config.training.optimizer_steps),
-        backend=open_backend(run, checkpoint_at(run, 0)),
+        learner=open_learner(run, checkpoint_at(run, 0)),
         engine=engine,
         scheduler=_open_scheduler(config, engine),
     )
@@ -141,45 +128,26 @@ async def _replay(run: FinishedRun, manifests: Iterable[Manifest]) -> list[Model
 @dataclass(frozen=True)
 class _Loop:
     config: RunConfig
-    algorithm: Algorithm
-    backend: TorchBackend
+    learner: Learner
     engine: TorchEngine
     scheduler: RolloutScheduler
-
-    def __post_init__(self):
-        if self.config.training.optimizer_steps > 1 or self.algorithm.signals:
-            raise ValueError(
-                "the replay makes one optimizer step and computes no signals: keep to the quickstart's algorithm"
-            )
 
     async def iterate(self, manifest: Manifest) -> ModelWork:
         assert manifest.collected is not None
         times = [time.perf_counter()]
         trajectories = await self.scheduler.collect(manifest.collected.request, self.config.deadlines.collect)
         times.append(time.perf_counter())
-        micro_batches = self.prepare(trajectories)
+        prepared = self.learner.prepare(trajectories)
         times.append(time.perf_counter())
-        for micro_batch in micro_batches:
-            self.backend.accumulate(micro_batch, self.algorithm.loss)
-        self.backend.apply_gradients()
+        self.learner.update(prepared, manifest.iteration)
         times.append(time.perf_counter())
         await self.publish(manifest.weights_version)
         times.append(time.perf_counter())
         return ModelWork(*(end - start for start, end in pairwise(times)))
 
-    def prepare(self, trajectories: list[Trajectory]) -> list[MicroBatch]:
-        training = self.config.training
-        return build_micro_batches(
-            build_samples(trajectories, self.algorithm.advantage),
-            rank=0,
-            num_ranks=1,
-            limits=PackingLimits(training.micro_batch_tokens, training.row_tokens, training.packing),
-            skip_zero_advantages=self.algorithm.skips_zero_advantages,
-        )
-
     async def publish(self, version: int) -> None:
         await self.engine.sleep()
-        await self.engine.adopt(WeightsUpdate(version, self.backend.weights()), InFlight.FINISH)
+        await self.engine.adopt(WeightsUpdate(version, self.learner.weights()), InFlight.FINISH)
 
 
 def _open_engine(config: RunConfig) -> TorchEngine:

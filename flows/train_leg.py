@@ -26,7 +26,7 @@ from tasks.prepare import prepare
 from tasks.publish import publish
 from tasks.recover import recover
 from tasks.services import Services, open_services, run_dir
-from tasks.update import update, warm_start
+from tasks.update import update, update_critic, warm_start
 
 
 @flow(name="train_leg", flow_run_name="{run.run_id} leg {leg}")
@@ -45,11 +45,12 @@ def iterate(manifest: Manifest, services: Services) -> Manifest:
     config = services.config
     collected = collect(next_request(manifest, config), services)
     prepared = prepare(collected, services)
+    critic_updated = update_critic(prepared, services) if config.algorithm.has_critic else None
     updated = update(prepared, services)
     published = publish(updated, services)
     evaluated = evaluate(updated, services) if is_due(updated, config.evaluation.every, config) else None
     checkpointed = checkpoint(updated, services) if is_due(updated, config.checkpoint.every, config) else None
-    return commit(manifest, Iteration(prepared, updated, published, evaluated, checkpointed), services)
+    return commit(manifest, Iteration(prepared, critic_updated, updated, published, evaluated, checkpointed), services)
 
 
 def begin_or_recover(services: Services) -> Manifest:
@@ -67,7 +68,7 @@ def begin(services: Services) -> Manifest:
     published = publish(start, services)
     evaluated = evaluate(start, services)
     checkpointed = checkpoint(start, services)
-    return commit(None, Iteration(None, start, published, evaluated, checkpointed), services)
+    return commit(None, Iteration(None, None, start, published, evaluated, checkpointed), services)
 
 
 def next_request(manifest: Manifest, config: RunConfig) -> CollectRequest:

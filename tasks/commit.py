@@ -30,6 +30,7 @@ class Iteration:
     """The receipts of one iteration's stages; None for a stage that was not due. Iteration 0 collects nothing."""
 
     prepared: Prepared | None
+    critic_updated: Receipt | None
     updated: Updated
     published: Published
     evaluated: Evaluated | None
@@ -39,6 +40,7 @@ class Iteration:
         receipts: dict[str, Receipt | None] = {
             "collect": self.prepared.collected if self.prepared else None,
             "prepare": self.prepared,
+            "update_critic": self.critic_updated,
             "update" if self.prepared else "warm_start": self.updated,
             "publish": self.published,
             "evaluate": self.evaluated,

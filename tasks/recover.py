@@ -23,4 +23,6 @@ def recover(chain: list[Manifest], services: Services) -> Receipt:
 
 def _replay(collected: Collected, services: Services) -> None:
     services.fleet.prepare(collected)
+    if services.config.algorithm.has_critic:
+        services.fleet.update_critic(collected)
     services.fleet.update(collected)

@@ -1,6 +1,6 @@
-"""update: the optimizer moves. warm_start: supervised steps before the first iteration."""
+"""update: the policy moves. update_critic: the critic does. warm_start: supervised steps before the first iteration."""
 
-from roll_core.types.manifest import Prepared, Updated
+from roll_core.types.manifest import Prepared, Receipt, Updated
 from tasks.durability import state_changing
 from tasks.services import Services
 
@@ -10,6 +10,11 @@ def update(prepared: Prepared, services: Services) -> Updated:
     request = prepared.collected.request
     metrics = services.fleet.update(prepared.collected)
     return Updated(iteration=request.iteration, weights_version=request.weights_version + 1, metrics=metrics)
+
+
+@state_changing("update_critic {prepared.collected.request.iteration}")
+def update_critic(prepared: Prepared, services: Services) -> Receipt:
+    return Receipt(metrics=services.fleet.update_critic(prepared.collected))
 
 
 @state_changing("warm_start")

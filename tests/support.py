@@ -35,7 +35,7 @@ def tiny_config(folder: Path, **sections: Any) -> RunConfig:
 
 
 def random_samples(count: int, seed: int = 0) -> list[Sample]:
-    """Groups of three that share a prompt, of different lengths, with random tokens, advantages and sampler logprobs."""
+    """Groups of three that share a prompt, of different lengths, with random tokens."""
     rng = random.Random(seed)
     prompts = [tuple(rng.randrange(2, 60) for _ in range(rng.randint(2, 6))) for _ in range(-(-count // 3))]
     return [_random_sample(rng, prompts[i // 3]) for i in range(count)]
@@ -43,12 +43,9 @@ def random_samples(count: int, seed: int = 0) -> list[Sample]:
 
 def _random_sample(rng: random.Random, prompt: tuple[int, ...]) -> Sample:
     completion = rng.randint(1, 7)
-    untrained = (0.0,) * len(prompt)
     return Sample(
         token_ids=prompt + tuple(rng.randrange(2, 60) for _ in range(completion)),
         trained=(False,) * len(prompt) + (True,) * completion,
-        advantages=untrained + (rng.gauss(0, 1),) * completion,
-        sampler_logprobs=untrained + tuple(rng.uniform(-5, 0) for _ in range(completion)),
     )
 
 

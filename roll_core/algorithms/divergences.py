@@ -1,13 +1,40 @@
-"""Estimates of KL(policy || other) from the logprobs of sampled tokens, by the names they go by (Schulman 2020)."""
+"""Estimates of KL(policy || other) from the logprobs of sampled tokens, by the names they go by (Schulman 2020,
+"Approximating KL divergence"), and the exact sum over the vocabulary. d = log(policy / other). Shapes: N tokens, V
+vocabulary."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+KlEstimator = Callable[[Tensor, Tensor], Tensor]
+"""From logprobs of the policy and of another, of the same tokens, to a divergence for each."""
 
 MAX_LOG_RATIO = 10.0
 """exp of more than this says only "far apart"; the bound keeps one token from drowning a batch."""
 
 
+def k1(policy_logprobs_N: Tensor, other_logprobs_N: Tensor) -> Tensor:
+    """d: unbiased, may be negative. As a loss its expected gradient is zero: use it in rewards and advantages."""
+    return policy_logprobs_N - other_logprobs_N
+
+
+def k2(policy_logprobs_N: Tensor, other_logprobs_N: Tensor) -> Tensor:
+    """d^2 / 2: biased, never negative; as a loss on fresh samples its expected gradient is exactly that of the KL."""
+    return (policy_logprobs_N - other_logprobs_N).square() / 2
+
+
 def k3(policy_logprobs_N: Tensor, other_logprobs_N: Tensor) -> Tensor:
-    """exp(-d) + d - 1 for d = log(policy / other): unbiased, never negative, low variance."""
+    """exp(-d) + d - 1: unbiased, never negative, low variance."""
     log_ratio_N = (policy_logprobs_N - other_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.exp(-log_ratio_N) + log_ratio_N - 1
+
+
+def absolute(policy_logprobs_N: Tensor, other_logprobs_N: Tensor) -> Tensor:
+    """|d|: how far apart, whichever way."""
+    return (policy_logprobs_N - other_logprobs_N).abs()
+
+
+def full(policy_logprobs_NV: Tensor, other_logprobs_NV: Tensor) -> Tensor:
+    """The KL itself, summed over the vocabulary. The scorer computes it chunk by chunk; this is its definition."""
+    return (policy_logprobs_NV.exp() * (policy_logprobs_NV - other_logprobs_NV)).sum(-1)

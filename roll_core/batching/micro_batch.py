@@ -2,25 +2,37 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from roll_core.batching.packing import PackingLimits, Unit, plan_ranks, plan_units
+from roll_core.batching.token_data import TokenData
 from roll_core.config.training import Packing
 from roll_core.types.sample import Sample
+
+
+@dataclass(frozen=True)
+class GlobalCounts:
+    """What losses are divided by: trained tokens and sequences of a whole optimizer step, over all ranks."""
+
+    tokens: float
+    sequences: float
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Packed rows. `segment_RT` numbers the prompts and the continuations of a row from 1; 0 is padding. `prefix_RT` is the
     segment of the prompt a token continues (its own, for prompt tokens). `predicted_by_N` is the flat position whose output
-    predicts each trained token. The global counts are those of the whole optimizer step.
+    predicts each trained token, `ends_S` that of each sequence's last token. `place_N` and `sample_S` say which trained
+    token and which sample of the batch these are.
 
     Example (one row: prompt [8, 25] with continuations [8, 2] and [9, 2], all of them trained, the prompt shared):
     token_ids_RT=[[8, 25, 8, 2, 9, 2]], position_ids_RT=[[0, 1, 2, 3, 2, 3]], segment_RT=[[1, 1, 2, 2, 3, 3]],
-    prefix_RT=[[1, 1, 1, 1, 1, 1]], predicted_by_N=[1, 2, 1, 4], target_ids_N=[8, 2, 9, 2], sequence_N=[0, 0, 1, 1]
+    prefix_RT=[[1, 1, 1, 1, 1, 1]], predicted_by_N=[1, 2, 1, 4], target_ids_N=[8, 2, 9, 2], sequence_N=[0, 0, 1, 1],
+    ends_S=[3, 5], place_N=[0, 1, 2, 3], sample_S=[0, 1]
     """
 
     token_ids_RT: Tensor
@@ -29,17 +41,24 @@ class MicroBatch:
     prefix_RT: Tensor
     predicted_by_N: Tensor
     target_ids_N: Tensor
-    advantages_N: Tensor
-    sampler_logprobs_N: Tensor
-    anchor_logprobs_N: Tensor | None
-    reference_logprobs_N: Tensor | None
     sequence_N: Tensor
-    num_sequences: int
-    global_tokens: float
-    global_sequences: float
+    place_N: Tensor
+    ends_S: Tensor
+    sample_S: Tensor
+    tokens: TokenData
+    counts: GlobalCounts
 
-    def with_signals(self, *, anchor: Tensor | None, reference: Tensor | None) -> "MicroBatch":
-        return replace(self, anchor_logprobs_N=anchor, reference_logprobs_N=reference)
+    @property
+    def num_sequences(self) -> int:
+        return len(self.sample_S)
+
+    @property
+    def num_turns(self) -> int:
+        return int(self.tokens.turn_N.max()) + 1 if len(self.place_N) else 0
+
+    def with_signals(self, **signals: Tensor) -> "MicroBatch":
+        """With these fields of its token data filled in."""
+        return replace(self, tokens=replace(self.tokens, **signals))
 
     def attention_mask(self) -> Tensor:
         """[R, 1, T, T], true where a token may look: not ahead, and only at its own segment or the prompt it continues."""
@@ -51,24 +70,35 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **moved)
+        return replace(self, tokens=self.tokens.to(device), **moved)
 
 
 def build_micro_batches(
     samples: Sequence[Sample],
+    tokens: TokenData,
     *,
+    chosen: Sequence[int],
+    counts: GlobalCounts,
     rank: int,
     num_ranks: int,
     limits: PackingLimits,
-    skip_zero_advantages: bool,
 ) -> list[MicroBatch]:
-    """This rank's share of one optimizer step. Skipped samples still count in the global denominators."""
-    global_tokens = float(sum(s.num_trained_tokens for s in samples))
-    global_sequences = float(len(samples))
-    kept = [s for s in samples if s.pulls_the_policy] if skip_zero_advantages else list(samples)
+    """This rank's share of the chosen samples. `tokens` are those of all samples, end to end."""
+    kept = [samples[number] for number in chosen]
     units = _units(kept, limits)
     plan = plan_ranks([_unit_tokens(kept, unit) for unit in units], num_ranks, limits)[rank]
-    return [_assemble(kept, [[units[u] for u in row] for row in rows], global_tokens, global_sequences) for rows in plan]
+    starts = [0, *accumulate(sample.num_trained_tokens for sample in samples)]
+    placed = _Placed(kept, [starts[number] for number in chosen], list(chosen))
+    return [_assemble(placed, [[units[u] for u in row] for row in rows], tokens, counts) for rows in plan]
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Samples with the place of their first trained token, and their own, in the batch."""
+
+    samples: list[Sample]
+    first: list[int]
+    number: list[int]
 
 
 def _units(samples: Sequence[Sample], limits: PackingLimits) -> list[Unit]:
@@ -87,31 +117,32 @@ def _unit_tokens(samples: Sequence[Sample], unit: Unit) -> int:
 class _Builder:
     """Rows being filled, token by token; knows where the next one goes."""
 
-    def __init__(self, num_rows: int, width: int):
+    def __init__(self, placed: _Placed, num_rows: int, width: int):
         self.token_ids, self.positions, self.segments, self.prefixes = (
             [[0] * width for _ in range(num_rows)] for _ in range(4)
         )
         self.predicted_by: list[int] = []
         self.targets: list[int] = []
-        self.advantages: list[float] = []
-        self.sampler_logprobs: list[float] = []
         self.sequence: list[int] = []
-        self.num_sequences = 0
+        self.place: list[int] = []
+        self.ends: list[int] = []
+        self.sample: list[int] = []
+        self._placed = placed
         self._width = width
 
-    def fill(self, row: int, samples: Sequence[Sample], units: Sequence[Unit]) -> None:
+    def fill(self, row: int, units: Sequence[Unit]) -> None:
         start, segment = 0, 0
         for unit in units:
-            prompt = samples[unit[0]]
+            prompt = self._placed.samples[unit[0]]
             prompt_segment = segment = segment + 1
             prompt_start, length = start, prompt.num_prompt_tokens
             self._put(row, start, prompt.token_ids[:length], 0, segment, segment)
             start += length
             for index in unit:
                 segment += 1
-                rest = samples[index].token_ids[length:]
+                rest = self._placed.samples[index].token_ids[length:]
                 self._put(row, start, rest, length, segment, prompt_segment)
-                self._train(samples[index], row * self._width + start, row * self._width + prompt_start + length - 1)
+                self._train(index, row * self._width + start, row * self._width + prompt_start + length - 1)
                 start += len(rest)
 
     def _put(self, row: int, start: int, tokens: tuple[int, ...], position: int, segment: int, prefix: int) -> None:
@@ -121,27 +152,28 @@ class _Builder:
         self.segments[row][start:end] = [segment] * len(tokens)
         self.prefixes[row][start:end] = [prefix] * len(tokens)
 
-    def _train(self, sample: Sample, rest_at: int, prompt_end_at: int) -> None:
+    def _train(self, index: int, rest_at: int, prompt_end_at: int) -> None:
         """Note the trained tokens of a sample whose tokens after the prompt lie at flat position `rest_at`."""
-        length = sample.num_prompt_tokens
+        sample = self._placed.samples[index]
+        length, sequence, before = sample.num_prompt_tokens, len(self.sample), len(self.targets)
         for t in range(length, sample.num_tokens):
             if sample.trained[t]:
                 self.predicted_by.append(prompt_end_at if t == length else rest_at + t - length - 1)
                 self.targets.append(sample.token_ids[t])
-                self.advantages.append(sample.advantages[t])
-                self.sampler_logprobs.append(sample.sampler_logprobs[t])
-                self.sequence.append(self.num_sequences)
-        self.num_sequences += 1
+                self.sequence.append(sequence)
+        first = self._placed.first[index]
+        self.place.extend(range(first, first + len(self.targets) - before))
+        self.ends.append(rest_at + sample.num_tokens - length - 1)
+        self.sample.append(self._placed.number[index])
 
 
-def _assemble(
-    samples: Sequence[Sample], rows: Sequence[Sequence[Unit]], global_tokens: float, global_sequences: float
-) -> MicroBatch:
+def _assemble(placed: _Placed, rows: Sequence[Sequence[Unit]], tokens: TokenData, counts: GlobalCounts) -> MicroBatch:
     # A blank micro-batch still runs a one-token forward pass, so that this rank takes part in every collective.
-    width = max((sum(_unit_tokens(samples, unit) for unit in row) for row in rows), default=1)
-    built = _Builder(max(len(rows), 1), width)
+    width = max((sum(_unit_tokens(placed.samples, unit) for unit in row) for row in rows), default=1)
+    built = _Builder(placed, max(len(rows), 1), width)
     for number, row in enumerate(rows):
-        built.fill(number, samples, row)
+        built.fill(number, row)
+    place_N = torch.tensor(built.place, dtype=torch.long)
     return MicroBatch(
         token_ids_RT=torch.tensor(built.token_ids),
         position_ids_RT=torch.tensor(built.positions),
@@ -149,12 +181,10 @@ def _assemble(
         prefix_RT=torch.tensor(built.prefixes),
         predicted_by_N=torch.tensor(built.predicted_by, dtype=torch.long),
         target_ids_N=torch.tensor(built.targets, dtype=torch.long),
-        advantages_N=torch.tensor(built.advantages, dtype=torch.float32),
-        sampler_logprobs_N=torch.tensor(built.sampler_logprobs, dtype=torch.float32),
-        anchor_logprobs_N=None,
-        reference_logprobs_N=None,
         sequence_N=torch.tensor(built.sequence, dtype=torch.long),
-        num_sequences=built.num_sequences,
-        global_tokens=global_tokens,
-        global_sequences=global_sequences,
+        place_N=place_N,
+        ends_S=torch.tensor(built.ends, dtype=torch.long),
+        sample_S=torch.tensor(built.sample, dtype=torch.long),
+        tokens=tokens.take(place_N),
+        counts=counts,
     )

@@ -1,39 +1,95 @@
-"""Trajectories of an iteration become samples with advantages. Failed trajectories are left out, and were counted."""
+"""Graded trajectories of an iteration as samples, and as what credit is assigned by. Failed trajectories are left out, and
+were counted. Shapes as in `roll_core.algorithms.inputs`."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from roll_core.algorithms.inputs import AdvantageFn, AdvantageInputs
+from roll_core.algorithms.credit import CreditInputs
+from roll_core.algorithms.inputs import AdvantageInputs
 from roll_core.types.sample import Sample
-from roll_core.types.trajectory import Trajectory
+from roll_core.types.trajectory import GREEDY_ATTEMPT, Ending, Score, Trajectory, Turn
 
 
-def build_samples(trajectories: Sequence[Trajectory], advantage: AdvantageFn) -> list[Sample]:
-    """One sample per graded trajectory, in the order given."""
-    graded = [t for t in trajectories if t.score is not None]
-    if not graded:
-        return []
-    lengths = torch.tensor([t.num_completion_tokens for t in graded])
-    group_number = {group: number for number, group in enumerate(dict.fromkeys(t.group for t in graded))}
-    advantages_N = advantage(
-        AdvantageInputs(
-            rewards_S=torch.tensor([t.score.value for t in graded if t.score is not None], dtype=torch.float64),
-            group_S=torch.tensor([group_number[t.group] for t in graded]),
-            sequence_N=torch.arange(len(graded)).repeat_interleave(lengths),
-        )
+@dataclass(frozen=True)
+class GradedBatch:
+    """The trainable trajectories of an iteration, one sample each, in the order they came."""
+
+    samples: tuple[Sample, ...]
+    credit: CreditInputs
+
+
+def build_batch(trajectories: Sequence[Trajectory]) -> GradedBatch:
+    """Greedy attempts become the baseline of their group; a group whose greedy attempt failed has none and is left out."""
+    greedy = {t.group: t.score.value for t in trajectories if t.attempt == GREEDY_ATTEMPT and t.score is not None}
+    has_greedy = any(t.attempt == GREEDY_ATTEMPT for t in trajectories)
+    graded = [
+        (t, t.score)
+        for t in trajectories
+        if t.score is not None and t.attempt != GREEDY_ATTEMPT and (not has_greedy or t.group in greedy)
+    ]
+    chosen = [t for t, _ in graded]
+    turns = [turn for t in chosen for turn in t.turns]
+    sequence_T = torch.arange(len(chosen)).repeat_interleave(torch.tensor([len(t.turns) for t in chosen], dtype=torch.long))
+    turn_N = torch.arange(len(turns)).repeat_interleave(
+        torch.tensor([len(t.completion_ids) for t in turns], dtype=torch.long)
     )
-    shares = torch.split(advantages_N.float(), lengths.tolist())
-    return [_as_sample(t, share.tolist()) for t, share in zip(graded, shares, strict=True)]
-
-
-def _as_sample(trajectory: Trajectory, advantages: list[float]) -> Sample:
-    # Several turns in one sequence come with the agentic environments; a single turn is prompt + completion.
-    (turn,) = trajectory.turns
-    untrained = (0.0,) * len(turn.prompt_ids)
-    return Sample(
-        token_ids=turn.prompt_ids + turn.completion_ids,
-        trained=(False,) * len(turn.prompt_ids) + (True,) * len(turn.completion_ids),
-        advantages=untrained + tuple(advantages),
-        sampler_logprobs=untrained + turn.sampler_logprobs,
+    turn_rewards_T = torch.tensor([turn.reward for turn in turns], dtype=torch.float64)
+    domains = tuple(dict.fromkeys(t.domain for t in chosen))
+    outcomes = AdvantageInputs(
+        rewards_S=_outcomes(graded),
+        group_S=_numbered(t.group for t in chosen),
+        sequence_N=sequence_T[turn_N],
+        turn_N=turn_N,
+        sequence_T=sequence_T,
+        turn_rewards_T=turn_rewards_T,
+        state_T=_numbered(state for t in chosen for state in _states(t)),
+        truncated_S=torch.tensor([t.ending is Ending.LENGTH for t in chosen], dtype=torch.bool),
+        greedy_rewards_S=torch.tensor([greedy[t.group] for t in chosen], dtype=torch.float64) if has_greedy else None,
+        sampler_logprobs_N=torch.tensor([p for turn in turns for p in turn.sampler_logprobs], dtype=torch.float64),
     )
+    credit = CreditInputs(
+        outcomes=outcomes,
+        correct_S=torch.tensor([score.correct for _, score in graded], dtype=torch.bool),
+        domain_S=torch.tensor([domains.index(t.domain) for t in chosen], dtype=torch.long),
+        domains=domains,
+    )
+    return GradedBatch(tuple(_as_sample(t) for t in chosen), credit)
+
+
+def _outcomes(graded: list[tuple[Trajectory, Score]]) -> Tensor:
+    """What each trajectory earned in all: its score, and what its turns were paid."""
+    return torch.tensor([score.value + sum(turn.reward for turn in t.turns) for t, score in graded], dtype=torch.float64)
+
+
+def _numbered(things: Iterable[Hashable]) -> Tensor:
+    """Equal things get equal numbers, in order of appearance."""
+    numbers: dict[Hashable, int] = {}
+    return torch.tensor([numbers.setdefault(thing, len(numbers)) for thing in things], dtype=torch.long)
+
+
+def _states(trajectory: Trajectory) -> list[tuple[int, ...]]:
+    """What the policy was shown before each turn, since its last one."""
+    seen = 0
+    states: list[tuple[int, ...]] = []
+    for turn in trajectory.turns:
+        states.append(turn.prompt_ids[seen:])
+        seen = len(turn.prompt_ids) + len(turn.completion_ids)
+    return states
+
+
+def _as_sample(trajectory: Trajectory) -> Sample:
+    token_ids: tuple[int, ...] = ()
+    trained: tuple[bool, ...] = ()
+    for turn in trajectory.turns:
+        observed = _new_tokens(turn, token_ids, trajectory.problem_id)
+        token_ids += observed + turn.completion_ids
+        trained += (False,) * len(observed) + (True,) * len(turn.completion_ids)
+    return Sample(token_ids, trained)
+
+
+def _new_tokens(turn: Turn, so_far: tuple[int, ...], problem_id: str) -> tuple[int, ...]:
+    assert turn.prompt_ids[: len(so_far)] == so_far, f"a turn of {problem_id} does not continue the conversation before it"
+    return turn.prompt_ids[len(so_far) :]

@@ -59,7 +59,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _batch_arithmetic(self):
         rollout, training = self.rollout, self.training
-        if rollout.group_size < 2:
+        if rollout.group_size < 2 and self.algorithm.compares_groups:
             raise ValueError(
                 f"rollout.group_size ({rollout.group_size}) must be at least 2: "
                 f"algorithm {self.algorithm.kind} compares the trajectories of one problem"

@@ -94,11 +94,16 @@ class Fleet:
         collected, self._trajectories[request.request_id] = answer["rollout scheduler"]
         return collected
 
-    def prepare(self, collected: Collected) -> tuple[int, int]:
-        """Samples and trained tokens of the prepared batch."""
+    def prepare(self, collected: Collected) -> tuple[int, int, Metrics]:
+        """Samples, trained tokens and metrics of the prepared batch."""
         self._lend_devices_to_trainer()
         calls = {name: rank.prepare.remote(*self._batch(collected)) for name, rank in self._ranks.items()}
         return self._from_rank_0(wait_for(calls, "prepare", self._config.deadlines.prepare))
+
+    def update_critic(self, collected: Collected) -> Metrics:
+        self._lend_devices_to_trainer()
+        calls = {name: rank.update_critic.remote(*self._batch(collected)) for name, rank in self._ranks.items()}
+        return self._from_rank_0(wait_for(calls, "update", self._config.deadlines.update))
 
     def update(self, collected: Collected) -> Metrics:
         self._lend_devices_to_trainer()

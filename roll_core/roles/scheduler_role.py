@@ -57,6 +57,7 @@ class SchedulerRole:
             renderer=build_renderer(config.model),
             engines=engines,
             graders=graders,
+            greedy_baseline=config.algorithm.samples_greedily,
         )
 
     async def start(self) -> None:

@@ -1,4 +1,4 @@
-"""One rank of the trainer: holds a shard of the policy, its share of the prepared batch, and answers repeated requests once.
+"""One rank of the trainer: holds a learner and its share of the prepared batch, and answers repeated requests once.
 
 All ranks get the same calls in the same order. What changes state carries a request id; a repeated id gets the old answer.
 """
@@ -6,28 +6,27 @@ All ranks get the same calls in the same order. What changes state carries a req
 import shutil
 import socket
 from collections.abc import Callable
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
-from statistics import mean
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
-from roll_core.batching.packing import PackingLimits
+from roll_core.config.algorithm import Distillation
 from roll_core.config.run import RunConfig
-from roll_core.config.training import Packing
+from roll_core.errors import RollError
 from roll_core.roles.process import settle
 from roll_core.store.checkpoints import download_files, upload_files
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.rollouts import decode_trajectories
+from roll_core.store.runs import read_chain
 from roll_core.types.manifest import Collected, Metrics
 from roll_core.types.refs import CheckpointFile, CheckpointRef
 from roll_core.types.sample import Sample
 from roll_core.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from roll_core.batching.micro_batch import MicroBatch
-    from roll_core.training.base import TrainingBackend
+    from roll_core.training.learner import PreparedBatch
 
 Answer = TypeVar("Answer")
 ANSWERS_KEPT = 16
@@ -41,7 +40,7 @@ class TrainerRank:
         self._scratch = scratch
         self._rank = rank
         self._num_ranks = num_ranks
-        self._prepared: dict[str, list[list[MicroBatch]]] = {}
+        self._prepared: dict[str, PreparedBatch] = {}
         self._answers: dict[str, Any] = {}
 
     def meeting_point(self) -> str:
@@ -51,15 +50,13 @@ class TrainerRank:
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
     def start(self, meeting_point: str) -> None:
-        """Join the other ranks and build the policy."""
+        """Join the other ranks and build what learns."""
         import torch
 
-        from roll_core.algorithms.catalog import build_algorithm
-        from roll_core.training.torch_backend import TorchBackend
+        from roll_core.training.learner import Learner
 
-        config = self._config
-        torch.set_num_threads(config.cluster.threads_per_device)
-        device = torch.device(config.cluster.device.value)
+        torch.set_num_threads(self._config.cluster.threads_per_device)
+        device = torch.device(self._config.cluster.device.value)
         if self._num_ranks > 1:
             torch.distributed.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
@@ -67,64 +64,67 @@ class TrainerRank:
                 rank=self._rank,
                 world_size=self._num_ranks,
             )
-        self._algorithm = build_algorithm(config.algorithm, config.training.optimizer_steps)
-        self._backend: TrainingBackend = TorchBackend(
-            config.model, config.training, seed=config.seed, temperature=config.rollout.temperature, device=device
-        )
-        self._backend.start_optimizer(config.training.optimizer, config.total_optimizer_steps)
+        self._learner = Learner(self._config, rank=self._rank, num_ranks=self._num_ranks, device=device)
+        self._load_teachers()
         settle()
 
     def warm_start(self, request_id: str) -> Metrics:
-        """Supervised steps on demonstrations, then a fresh optimizer for reinforcement learning."""
+        """Supervised steps on demonstrations before the first iteration."""
         return self._once(request_id, self._warm_start)
 
     def restore(self, checkpoint: CheckpointRef, first_checkpoint: CheckpointRef) -> None:
         """Continue from a checkpoint; the reference policy, if the algorithm needs one, is where the run began."""
-        from roll_core.algorithms.catalog import Signal
+        from roll_core.training.base import Policy
 
-        if Signal.REFERENCE in self._algorithm.signals:
-            self._with_folder(first_checkpoint, self._backend.load_reference)
-        self._with_folder(checkpoint, self._backend.load)
+        if self._learner.needs_reference:
+            self._with_folder(first_checkpoint, partial(self._learner.load_frozen, Policy.REFERENCE))
+        self._with_folder(checkpoint, self._learner.load)
 
-    def prepare(self, collected: Collected, trajectories: list[Trajectory] | None) -> tuple[int, int]:
-        """Advantages, declared signals, packing. Keeps this rank's share; answers samples and trained tokens of the whole.
+    def prepare(self, collected: Collected, trajectories: list[Trajectory] | None) -> tuple[int, int, Metrics]:
+        """Declared signals, advantages, packing. Keeps this rank's share; answers samples, tokens and metrics of all.
 
         `trajectories` is None when they are only in the store (a receipt that outlived its roles).
         """
-        from roll_core.batching.samples import build_samples
-
         trajectories = trajectories or decode_trajectories(self._store.get(collected.trajectories))
-        samples = build_samples(trajectories, self._algorithm.advantage)
-        steps = _split_evenly(samples, self._config.training.optimizer_steps)
-        self._prepared = {collected.request.request_id: [self._prepare_step(step) for step in steps]}
-        return len(samples), sum(s.num_trained_tokens for s in samples)
+        prepared = self._learner.prepare(trajectories)
+        self._prepared = {collected.request.request_id: prepared}
+        return prepared.num_samples, prepared.num_trained_tokens, prepared.metrics
 
     def update(self, collected: Collected, trajectories: list[Trajectory] | None) -> Metrics:
-        """All optimizer steps of an iteration over the prepared batch (prepared here if this rank is new)."""
+        """All optimizer steps of the policy over the prepared batch (prepared here if this rank is new)."""
+        request = collected.request
 
         def steps() -> Metrics:
-            if collected.request.request_id not in self._prepared:
-                self.prepare(collected, trajectories)
-            return self._update(self._prepared.pop(collected.request.request_id))
+            metrics = self._learner.update(self._prepared_batch(collected, trajectories), request.iteration)
+            del self._prepared[request.request_id]
+            return metrics
 
-        return self._once(f"update/{collected.request.request_id}", steps)
+        return self._once(f"update/{request.request_id}", steps)
+
+    def update_critic(self, collected: Collected, trajectories: list[Trajectory] | None) -> Metrics:
+        """All optimizer steps of the critic over the prepared batch, before the policy's."""
+
+        def steps() -> Metrics:
+            return self._learner.update_critic(self._prepared_batch(collected, trajectories))
+
+        return self._once(f"update_critic/{collected.request.request_id}", steps)
 
     def bucket_weights(self) -> list[ray.ObjectRef]:
         """The current weights in the object store, as references; rank 0 answers, the others help to gather."""
         from roll_core.weights.buckets import pack
 
         if self._rank == 0:
-            return [ray.put(bucket) for bucket in pack(self._backend.weights())]
-        for _ in self._backend.weights():
+            return [ray.put(bucket) for bucket in pack(self._learner.weights())]
+        for _ in self._learner.weights():
             pass
         return []
 
     def checkpoint(self, iteration: int) -> list[CheckpointFile]:
-        """Save weights and optimizer state; the files this rank wrote, already in the store."""
+        """Save everything learning goes on from; the files this rank wrote, already in the store."""
 
         def save() -> list[CheckpointFile]:
             folder = self._scratch / f"checkpoint-{iteration}"
-            files = upload_files(self._store, self._backend.save(folder))
+            files = upload_files(self._store, folder, self._learner.save(folder))
             for file in files:
                 (folder / file.name).unlink()
             return files
@@ -138,8 +138,12 @@ class TrainerRank:
                 del self._answers[forgotten]
         return self._answers[request_id]
 
+    def _prepared_batch(self, collected: Collected, trajectories: list[Trajectory] | None) -> "PreparedBatch":
+        if collected.request.request_id not in self._prepared:
+            self.prepare(collected, trajectories)
+        return self._prepared[collected.request.request_id]
+
     def _warm_start(self) -> Metrics:
-        from roll_core.algorithms.losses import cross_entropy
         from roll_core.batching.demonstrations import as_sample
         from roll_core.data.problem_source import build_source
         from roll_core.rollout.renderer import build_renderer
@@ -147,57 +151,22 @@ class TrainerRank:
         config, plan = self._config, self._config.warm_start
         assert plan is not None
         source, renderer = build_source(config.problems, config.seed), build_renderer(config.model)
-        self._backend.start_optimizer(plan.optimizer, plan.steps)
-        # Demonstrations share no prompts: rows as short as they can be cost the least attention.
-        limits = PackingLimits(config.training.micro_batch_tokens, None, Packing.ROWS)
-        metrics: Metrics = {}
-        for step in range(plan.steps):
-            demonstrations = [source.demonstration(step * plan.batch_size + i) for i in range(plan.batch_size)]
-            samples = [
-                as_sample(renderer.prompt(d.problem.messages), renderer.completion(d.completion)) for d in demonstrations
-            ]
-            for micro_batch in self._micro_batches(samples, limits, skip_zero_advantages=False):
-                self._backend.accumulate(micro_batch, cross_entropy)
-            metrics = self._backend.apply_gradients()
-        self._backend.start_optimizer(config.training.optimizer, config.total_optimizer_steps)
-        return {"warm_start/loss": metrics["update/loss"]}
 
-    def _prepare_step(self, samples: list[Sample]) -> list["MicroBatch"]:
-        from roll_core.algorithms.catalog import Signal
-        from roll_core.training.base import Policy
+        def demonstrations(step: int) -> list[Sample]:
+            shown = (source.demonstration(step * plan.batch_size + i) for i in range(plan.batch_size))
+            return [as_sample(renderer.prompt(d.problem.messages), renderer.completion(d.completion)) for d in shown]
 
-        training, signals = self._config.training, self._algorithm.signals
-        limits = PackingLimits(training.micro_batch_tokens, training.row_tokens, training.packing)
-        skip_zero_advantages = self._algorithm.skips_zero_advantages
-        return [
-            micro_batch.with_signals(
-                anchor=self._backend.logprobs(micro_batch, Policy.CURRENT) if Signal.ANCHOR in signals else None,
-                reference=self._backend.logprobs(micro_batch, Policy.REFERENCE) if Signal.REFERENCE in signals else None,
-            )
-            for micro_batch in self._micro_batches(samples, limits, skip_zero_advantages=skip_zero_advantages)
-        ]
+        return {"warm_start/loss": self._learner.imitate(demonstrations, plan.optimizer, plan.steps)}
 
-    def _micro_batches(
-        self, samples: list[Sample], limits: PackingLimits, *, skip_zero_advantages: bool
-    ) -> list["MicroBatch"]:
-        from roll_core.batching.micro_batch import build_micro_batches
+    def _load_teachers(self) -> None:
+        from roll_core.training.learner import teacher_name
 
-        return build_micro_batches(
-            samples,
-            rank=self._rank,
-            num_ranks=self._num_ranks,
-            limits=limits,
-            skip_zero_advantages=skip_zero_advantages,
-        )
-
-    def _update(self, steps: list[list["MicroBatch"]]) -> Metrics:
-        per_step: list[Metrics] = []
-        for micro_batches in steps:
-            for micro_batch in micro_batches:
-                self._backend.accumulate(micro_batch, self._algorithm.loss)
-            per_step.append(self._backend.apply_gradients())
-        names = dict.fromkeys(name for metrics in per_step for name in metrics)
-        return {name: mean(metrics[name] for metrics in per_step if name in metrics) for name in names}
+        self._learner.build_teachers()
+        if isinstance(self._config.algorithm, Distillation):
+            for number, teacher in enumerate(self._config.algorithm.teachers):
+                if teacher.kind == "run":
+                    checkpoint = last_checkpoint(self._store, teacher.run_id)
+                    self._with_folder(checkpoint, partial(self._learner.load_frozen, teacher_name(number)))
 
     def _with_folder(self, checkpoint: CheckpointRef, load: Callable[[Path], None]) -> None:
         folder = self._scratch / f"restore-{checkpoint.iteration}-rank-{self._rank}"
@@ -206,7 +175,8 @@ class TrainerRank:
         shutil.rmtree(folder)
 
 
-def _split_evenly(samples: list[Sample], parts: int) -> list[list[Sample]]:
-    """Consecutive parts whose sizes differ by at most one; whole groups stay together when none of them failed."""
-    bounds = [len(samples) * part // parts for part in range(parts + 1)]
-    return [samples[start:end] for start, end in pairwise(bounds) if end > start]
+def last_checkpoint(store: ObjectStore, run_id: str) -> CheckpointRef:
+    checkpoints = [m.checkpoint for m in read_chain(store, run_id) if m.checkpoint is not None]
+    if not checkpoints:
+        raise RollError(f"run {run_id} in {store.uri} has no checkpoint to learn from")
+    return checkpoints[-1]

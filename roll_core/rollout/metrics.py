@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 
 from roll_core.types.manifest import Metrics
-from roll_core.types.trajectory import Ending, Trajectory
+from roll_core.types.trajectory import GREEDY_ATTEMPT, Ending, Trajectory
 
 
 def describe(trajectories: Sequence[Trajectory], weights_version: int) -> Metrics:
-    """Rewards, accuracy, lengths, staleness and failures of one batch. Means are over graded trajectories."""
+    """Rewards, accuracy, lengths, staleness and failures of one batch. Means are over graded trajectories; greedy baselines
+    are not part of them."""
+    trajectories = [t for t in trajectories if t.attempt != GREEDY_ATTEMPT]
     graded = [(t, t.score) for t in trajectories if t.score is not None]
     metrics = {"rollout/failed": float(len(trajectories) - len(graded))}
     if not graded:

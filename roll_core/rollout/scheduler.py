@@ -15,7 +15,7 @@ from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.rollout.renderer import Renderer
 from roll_core.seeds import derive_seed
 from roll_core.types.manifest import CollectRequest
-from roll_core.types.trajectory import Ending, Failure, Problem, Score, Trajectory, Turn
+from roll_core.types.trajectory import GREEDY_ATTEMPT, Ending, Failure, Problem, Score, Trajectory, Turn
 
 GRADED_AT_ONCE = 256
 """Most trajectories sent to a grader in one call; those that end together are shared out over all graders first."""
@@ -59,6 +59,7 @@ class RolloutScheduler:
         renderer: Renderer,
         engines: Sequence[EngineClient],
         graders: Sequence[GraderClient],
+        greedy_baseline: bool = False,
     ):
         self._config = config
         self._seed = seed
@@ -66,6 +67,7 @@ class RolloutScheduler:
         self._renderer = renderer
         self._engines = engines
         self._graders = graders
+        self._greedy_baseline = greedy_baseline
         self._next_grader = 0
 
     async def collect(self, request: CollectRequest, deadline_s: float) -> list[Trajectory]:
@@ -73,19 +75,22 @@ class RolloutScheduler:
         attempts: list[Attempt] = []
         for group in range(request.num_groups):
             index = request.first_problem + group
-            attempts += self._attempts(
-                self._source.problem(index), group, self._config.group_size, self._config.temperature, index
-            )
+            problem, numbers = self._source.problem(index), range(self._config.group_size)
+            attempts += self._attempts(problem, group, numbers, self._config.temperature, index)
+            if self._greedy_baseline:
+                attempts += self._attempts(problem, group, [GREEDY_ATTEMPT], 0.0, index)
         return await self._run(attempts, deadline_s, "collect")
 
     async def evaluate(self, num_problems: int, deadline_s: float) -> list[Trajectory]:
         """One greedy attempt at each held-out problem."""
         attempts: list[Attempt] = []
         for group, problem in enumerate(self._source.held_out(num_problems)):
-            attempts += self._attempts(problem, group, 1, 0.0, group)
+            attempts += self._attempts(problem, group, [0], 0.0, group)
         return await self._run(attempts, deadline_s, "evaluate")
 
-    def _attempts(self, problem: Problem, group: int, count: int, temperature: float, index: int) -> list[Attempt]:
+    def _attempts(
+        self, problem: Problem, group: int, numbers: Sequence[int], temperature: float, index: int
+    ) -> list[Attempt]:
         """Attempts at the problem at an index of the stream; a problem that comes up again is attempted anew."""
         prompt_ids = self._renderer.prompt(problem.messages)
         requests = (
@@ -97,9 +102,9 @@ class RolloutScheduler:
                 stop_token_ids=self._renderer.stop_token_ids,
                 seed=derive_seed(self._seed, "attempt", index, number),
             )
-            for number in range(count)
+            for number in numbers
         )
-        return [Attempt(problem, group, number, request) for number, request in enumerate(requests)]
+        return [Attempt(problem, group, number, request) for number, request in zip(numbers, requests, strict=True)]
 
     async def _run(self, attempts: list[Attempt], deadline_s: float, stage: str) -> list[Trajectory]:
         shares = self._share_out(attempts)

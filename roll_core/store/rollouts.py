@@ -14,6 +14,7 @@ _TURN = pa.struct(
         ("sampler_logprobs", pa.list_(pa.float32())),
         ("weights_versions", pa.list_(pa.int32())),
         ("text", pa.string()),
+        ("reward", pa.float64()),
     ]
 )
 _SCHEMA = pa.schema(
@@ -64,6 +65,7 @@ def decode_trajectories(data: bytes) -> list[Trajectory]:
                     sampler_logprobs=tuple(turn["sampler_logprobs"]),
                     weights_versions=tuple(turn["weights_versions"]),
                     text=turn["text"],
+                    reward=turn.get("reward", 0.0),  # rollouts written before turns were paid have none
                 )
                 for turn in row["turns"]
             ),

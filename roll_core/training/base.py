@@ -1,36 +1,31 @@
-"""What a training backend must do. One object per trainer rank; all ranks get the same calls in the same order."""
+"""What training backends must do. One object per trainer rank; all ranks get the same calls in the same order."""
 
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from roll_core.algorithms.inputs import LossFn
+from roll_core.algorithms.inputs import LossFn, ValueLossFn
 from roll_core.batching.micro_batch import MicroBatch
+from roll_core.config.model import ModelConfig
 from roll_core.config.training import OptimizerConfig
 from roll_core.types.manifest import Metrics
 
 
 class Policy(StrEnum):
-    """Whose logprobs are asked for."""
+    """Whose logprobs are asked for; teachers go by names of their own."""
 
     CURRENT = "current"
     REFERENCE = "reference"
 
 
-class TrainingBackend(Protocol):
+class Trained(Protocol):
+    """What a policy and a critic have in common."""
+
     def start_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
         """Begin a fresh optimizer and learning-rate schedule of `total_steps` steps."""
-        ...
-
-    def logprobs(self, micro_batch: MicroBatch, policy: Policy) -> Tensor:
-        """Logprob of every trained token (N), without gradient."""
-        ...
-
-    def accumulate(self, micro_batch: MicroBatch, loss: LossFn) -> None:
-        """Add a micro-batch's gradient to those of this optimizer step."""
         ...
 
     def apply_gradients(self) -> Metrics:
@@ -38,10 +33,6 @@ class TrainingBackend(Protocol):
 
         Metrics are those of the whole batch, the same on every rank.
         """
-        ...
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors by Hugging Face name, one at a time; every rank iterates, every rank sees the same."""
         ...
 
     def save(self, folder: Path) -> list[Path]:
@@ -52,6 +43,55 @@ class TrainingBackend(Protocol):
         """Continue from a saved folder, whatever number of ranks wrote it."""
         ...
 
-    def load_reference(self, folder: Path) -> None:
-        """Take the weights of a saved folder as the frozen reference policy."""
+
+class TrainingBackend(Trained, Protocol):
+    """A policy in training, and the frozen policies it is compared with."""
+
+    def logprobs(self, micro_batch: MicroBatch, policy: str) -> Tensor:
+        """Logprob of every trained token (N), without gradient."""
+        ...
+
+    def divergences(self, micro_batch: MicroBatch) -> Tensor:
+        """KL(current || reference) over the whole vocabulary, where each trained token is predicted (N), no gradient."""
+        ...
+
+    def accumulate(self, micro_batch: MicroBatch, loss: LossFn) -> None:
+        """Add a micro-batch's gradient to those of this optimizer step."""
+        ...
+
+    def accumulate_beside_reference(self, micro_batch: MicroBatch, loss: LossFn) -> None:
+        """The same, with full-vocabulary divergences to the reference in the loss's inputs."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors by Hugging Face name, one at a time; every rank iterates, every rank sees the same."""
+        ...
+
+    def load_frozen(self, name: str, folder: Path) -> None:
+        """Take the weights of a saved folder as a frozen policy of that name."""
+        ...
+
+    def build_frozen(self, name: str, model: ModelConfig) -> None:
+        """Take another model as a frozen policy of that name."""
+        ...
+
+
+class Values(NamedTuple):
+    """What the critic expects before each trained token, and after the last token of each sequence."""
+
+    values_N: Tensor
+    final_values_S: Tensor
+
+
+class CriticBackend(Trained, Protocol):
+    """A value model in training."""
+
+    def values(self, micro_batch: MicroBatch) -> Values: ...
+
+    def accumulate(self, micro_batch: MicroBatch, loss: ValueLossFn) -> None:
+        """Add a micro-batch's gradient to those of this optimizer step."""
+        ...
+
+    def adopt(self, policy_weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Start from a policy's weights; only the value head stays the critic's own."""
         ...

@@ -1,15 +1,34 @@
-"""Logprobs and entropies of the trained tokens of a micro-batch, without ever holding logits of all of them.
+"""Logprobs, entropies and divergences of the trained tokens of a micro-batch, one chunk of logits at a time.
 
-Only positions that predict a trained token reach the output layer, a chunk at a time; in training a chunk's logits are
-recomputed in the backward pass instead of being kept. Shapes: N trained tokens, H hidden, V vocabulary.
+Only positions that predict a trained token reach the output layer. A chunk's logits live in one buffer that is overwritten
+step by step; the backward pass computes them anew, so that none are kept. Shapes: N trained tokens, C tokens of a chunk, H
+hidden, V vocabulary.
 """
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from roll_core.batching.micro_batch import MicroBatch
+
+
+class Scored(NamedTuple):
+    """`divergences_N` is KL(policy || reference) over the whole vocabulary, where a reference was given."""
+
+    logprobs_N: Tensor
+    entropies_N: Tensor
+    divergences_N: Tensor | None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The last hidden states of another policy for the same trained tokens, and its output layer."""
+
+    hidden_NH: Tensor
+    output_VH: Tensor
 
 
 class TokenScorer(nn.Module):
@@ -17,35 +36,170 @@ class TokenScorer(nn.Module):
 
     def __init__(self, model: PreTrainedModel, temperature: float, chunk_tokens: int):
         super().__init__()
+        assert model.get_output_embeddings().bias is None, "an output layer with a bias is not supported"
         self.model = model
         self._temperature = temperature
         self._chunk_tokens = chunk_tokens
 
-    def forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        hidden_RTH = self.model.base_model(
-            input_ids=micro_batch.token_ids_RT,
-            attention_mask=micro_batch.attention_mask(),
-            position_ids=micro_batch.position_ids_RT,
-            use_cache=False,
-        ).last_hidden_state
+    def forward(self, micro_batch: MicroBatch, reference: Reference | None = None) -> Scored:
+        hidden_RTH = last_hidden_states(self.model.base_model, micro_batch)
         hidden_NH = hidden_RTH.flatten(0, 1)[micro_batch.predicted_by_N]
+        output_VH = self.model.get_output_embeddings().weight
         if not len(hidden_NH):
             # Nothing to score; the zero still hangs on every weight, so that all ranks run the same backward collectives.
-            zero = (hidden_RTH.sum() + self.model.get_output_embeddings()(hidden_RTH[0, :1]).sum()) * 0.0
-            return zero.float().expand(0), zero.float().expand(0)
-        chunks = zip(hidden_NH.split(self._chunk_tokens), micro_batch.target_ids_N.split(self._chunk_tokens), strict=True)
-        scored = [self._score_chunk(hidden, targets) for hidden, targets in chunks]
-        return torch.cat([logprobs for logprobs, _ in scored]), torch.cat([entropies for _, entropies in scored])
+            nothing = ((hidden_RTH.sum() + output_VH.sum()) * 0.0).float().expand(0)
+            return Scored(nothing, nothing, nothing if reference is not None else None)
+        scores = _ScoreTokens.apply(
+            hidden_NH,
+            output_VH,
+            micro_batch.target_ids_N,
+            None if reference is None else reference.hidden_NH,
+            None if reference is None else reference.output_VH,
+            self._temperature,
+            self._chunk_tokens,
+        )
+        return Scored(*scores)
 
-    def _score_chunk(self, hidden_CH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-        if torch.is_grad_enabled():
-            return checkpoint(self._score, hidden_CH, targets_C, use_reentrant=False, preserve_rng_state=False)
-        return self._score(hidden_CH, targets_C)
+    def reference_states(self, micro_batch: MicroBatch) -> Reference:
+        """What another policy needs of this one to be compared with it over the whole vocabulary."""
+        hidden_RTH = last_hidden_states(self.model.base_model, micro_batch)
+        return Reference(hidden_RTH.flatten(0, 1)[micro_batch.predicted_by_N], self.model.get_output_embeddings().weight)
 
-    def _score(self, hidden_CH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-        logits_CV = self.model.get_output_embeddings()(hidden_CH).float() / self._temperature
-        log_normalizer_C = logits_CV.logsumexp(dim=-1)
-        logprobs_C = logits_CV.gather(1, targets_C[:, None]).squeeze(1) - log_normalizer_C
-        probabilities_CV = (logits_CV - log_normalizer_C[:, None]).exp()
-        entropies_C = log_normalizer_C - (probabilities_CV * logits_CV).sum(dim=-1)
-        return logprobs_C, entropies_C
+
+def last_hidden_states(base_model: nn.Module, micro_batch: MicroBatch) -> Tensor:
+    return base_model(
+        input_ids=micro_batch.token_ids_RT,
+        attention_mask=micro_batch.attention_mask(),
+        position_ids=micro_batch.position_ids_RT,
+        use_cache=False,
+    ).last_hidden_state
+
+
+class _ScoreTokens(torch.autograd.Function):
+    """Output layer, softmax and what is read off it, fused: with p the policy's and q the reference's distribution,
+    log p(target), H = -sum p log p and D = sum p (log p - log q). Only log-normalisers are kept for the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        output_VH: Tensor,
+        targets_N: Tensor,
+        reference_NH: Tensor | None,
+        reference_VH: Tensor | None,
+        temperature: float,
+        chunk_tokens: int,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        arithmetic = _Arithmetic.current(output_VH, temperature)
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            scores, normalizers_N = _score_chunks(
+                hidden_NH, output_VH, targets_N, reference_NH, reference_VH, arithmetic, chunk_tokens
+            )
+        ctx.save_for_backward(
+            hidden_NH, output_VH, targets_N, reference_NH, reference_VH, normalizers_N, scores[1], scores[2]
+        )
+        ctx.arithmetic, ctx.chunk_tokens = arithmetic, chunk_tokens
+        return scores
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs_N: Tensor, grad_entropies_N: Tensor, grad_divergences_N: Tensor) -> tuple:
+        hidden_NH, output_VH, targets_N, reference_NH, reference_VH, normalizers_N, entropies_N, divergences_N = (
+            ctx.saved_tensors
+        )
+        arithmetic: _Arithmetic = ctx.arithmetic
+        output = output_VH.to(arithmetic.dtype)
+        grad_hidden_NH = torch.empty_like(hidden_NH)
+        grad_output_VH = torch.zeros_like(output_VH, dtype=arithmetic.wide) if ctx.needs_input_grad[1] else None
+        for start in range(0, len(hidden_NH), ctx.chunk_tokens):
+            chunk = slice(start, start + ctx.chunk_tokens)
+            hidden_CH = hidden_NH[chunk].to(arithmetic.dtype)
+            # d log p(target) / d logits = onehot - p;  dH = -p (log p + H);  dD = p (log p - log q - D)
+            slope_CV = arithmetic.logits(hidden_CH, output).sub_(normalizers_N[chunk, None])
+            if grad_entropies_N is None and grad_divergences_N is None:
+                slope_CV.exp_().mul_(-grad_logprobs_N[chunk, None])
+            else:
+                probabilities_CV, constant_C = slope_CV.exp(), torch.zeros_like(normalizers_N[chunk])
+                per_logprob_C = torch.zeros_like(constant_C)
+                if grad_logprobs_N is not None:
+                    constant_C -= grad_logprobs_N[chunk]
+                if grad_entropies_N is not None:
+                    per_logprob_C -= grad_entropies_N[chunk]
+                    constant_C -= grad_entropies_N[chunk] * entropies_N[chunk]
+                if grad_divergences_N is not None:
+                    per_logprob_C += grad_divergences_N[chunk]
+                    constant_C -= grad_divergences_N[chunk] * divergences_N[chunk]
+                slope_CV.mul_(per_logprob_C[:, None]).add_(constant_C[:, None])
+                if grad_divergences_N is not None:
+                    other_CV = arithmetic.logprobs(reference_NH[chunk], reference_VH)
+                    slope_CV.sub_(other_CV.mul_(grad_divergences_N[chunk, None]))
+                slope_CV.mul_(probabilities_CV)
+            if grad_logprobs_N is not None:
+                slope_CV.scatter_add_(1, targets_N[chunk, None], grad_logprobs_N[chunk, None])
+            slope = slope_CV.div_(arithmetic.temperature).to(arithmetic.dtype)
+            grad_hidden_NH[chunk] = (slope @ output).to(grad_hidden_NH.dtype)
+            if grad_output_VH is not None:
+                grad_output_VH += slope.T @ hidden_CH
+        grad_output = None if grad_output_VH is None else grad_output_VH.to(output_VH.dtype)
+        return grad_hidden_NH, grad_output, None, None, None, None, None
+
+
+def _score_chunks(
+    hidden_NH: Tensor,
+    output_VH: Tensor,
+    targets_N: Tensor,
+    reference_NH: Tensor | None,
+    reference_VH: Tensor | None,
+    arithmetic: "_Arithmetic",
+    chunk_tokens: int,
+) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor]:
+    """Scores, and the log-normalisers. One [C, V] buffer a chunk: logits, then probabilities, then -p log p."""
+    output = output_VH.to(arithmetic.dtype)
+    logprobs, entropies, normalizers, divergences = [], [], [], []
+    for start in range(0, len(hidden_NH), chunk_tokens):
+        chunk = slice(start, start + chunk_tokens)
+        buffer_CV = arithmetic.logits(hidden_NH[chunk], output)
+        target_C = buffer_CV.gather(1, targets_N[chunk, None]).squeeze(1)
+        highest_C = buffer_CV.amax(1, keepdim=True)
+        total_C = buffer_CV.sub_(highest_C).exp_().sum(1, keepdim=True)
+        normalizer_C = (highest_C + total_C.log()).squeeze(1)
+        probabilities_CV = buffer_CV.div_(total_C)
+        expected_C = None
+        if reference_NH is not None and reference_VH is not None:
+            expected_C = _expected(probabilities_CV, arithmetic.logprobs(reference_NH[chunk], reference_VH))
+        entropy_C = torch.special.entr(probabilities_CV, out=probabilities_CV).sum(1)
+        if expected_C is not None:
+            divergences.append(-entropy_C - expected_C)
+        logprobs.append(target_C - normalizer_C)
+        entropies.append(entropy_C)
+        normalizers.append(normalizer_C)
+    scores = torch.cat(logprobs), torch.cat(entropies), torch.cat(divergences) if divergences else None
+    return scores, torch.cat(normalizers)
+
+
+@dataclass(frozen=True)
+class _Arithmetic:
+    """Products in `dtype` (that of autocast, where it is on), everything else at least in float32."""
+
+    dtype: torch.dtype
+    wide: torch.dtype
+    temperature: float
+
+    @staticmethod
+    def current(weight: Tensor, temperature: float) -> "_Arithmetic":
+        device = weight.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        return _Arithmetic(dtype, torch.promote_types(dtype, torch.float32), temperature)
+
+    def logits(self, hidden_CH: Tensor, output_VH: Tensor) -> Tensor:
+        """A buffer of the caller's own, to overwrite."""
+        return (hidden_CH.to(self.dtype) @ output_VH.T).to(self.wide).div_(self.temperature)
+
+    def logprobs(self, hidden_CH: Tensor, output_VH: Tensor) -> Tensor:
+        logits_CV = self.logits(hidden_CH, output_VH.to(self.dtype))
+        return logits_CV.sub_(logits_CV.logsumexp(1, keepdim=True))
+
+
+def _expected(probabilities_CV: Tensor, values_CV: Tensor) -> Tensor:
+    """sum p v for each token, without a buffer for the products."""
+    return torch.bmm(probabilities_CV[:, None, :], values_CV[:, :, None]).flatten()

@@ -5,22 +5,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sample:
-    """One token sequence with everything a loss needs about it, one entry per token unless said otherwise.
+    """One token sequence, and which of its tokens are trained: those of completions, not of prompts and observations. What a
+    loss needs to know about the trained tokens is in `TokenData`, for all samples of a batch end to end.
 
-    `trained` marks completion tokens; the other per-token entries are meaningful only there (zero elsewhere).
-
-    Example (prompt of 2 tokens, completion of 2):
-    Sample(token_ids=(8, 25, 8, 2), trained=(False, False, True, True), advantages=(0, 0, 0.5, 0.5),
-    sampler_logprobs=(0, 0, -0.1, -0.2))
+    Example (prompt of 2 tokens, completion of 2): Sample(token_ids=(8, 25, 8, 2), trained=(False, False, True, True))
     """
 
     token_ids: tuple[int, ...]
     trained: tuple[bool, ...]
-    advantages: tuple[float, ...]
-    sampler_logprobs: tuple[float, ...]
 
     def __post_init__(self):
-        assert len(self.token_ids) == len(self.trained) == len(self.advantages) == len(self.sampler_logprobs)
+        assert len(self.token_ids) == len(self.trained)
         assert not self.trained[0], "the first token of a sequence has no prediction to train"
         assert True in self.trained, "a sample without a trained token has nothing to teach"
 
@@ -36,8 +31,3 @@ class Sample:
     @property
     def num_trained_tokens(self) -> int:
         return sum(self.trained)
-
-    @property
-    def pulls_the_policy(self) -> bool:
-        """False when every advantage is exactly zero, so that a pure policy-gradient loss has no gradient here."""
-        return any(advantage != 0.0 for advantage in self.advantages)

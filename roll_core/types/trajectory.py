@@ -65,6 +65,8 @@ class Turn:
     sampler_logprobs: tuple[float, ...]
     weights_versions: tuple[int, ...]
     text: str
+    reward: float = 0.0
+    """What the environment paid for this turn, beside the score of the whole trajectory."""
 
     def __post_init__(self):
         lengths = {len(self.completion_ids), len(self.sampler_logprobs), len(self.weights_versions)}
@@ -91,6 +93,10 @@ class Failure:
 
     stage: str
     cause: str
+
+
+GREEDY_ATTEMPT = -1
+"""The number of an attempt that was made without chance, as a baseline for the others of its group. It is not trained on."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from roll_core.batching.demonstrations import as_sample
-from roll_core.batching.micro_batch import build_micro_batches
 from roll_core.batching.packing import PackingLimits
 from roll_core.config.model import Architecture, ScratchModel
 from roll_core.config.training import Packing, TrainingConfig
@@ -16,8 +15,10 @@ from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
 from roll_core.training.base import Policy
 from roll_core.training.torch_backend import TorchBackend
+from roll_core.training.torch_trained import TorchSettings
 from roll_core.types.trajectory import Ending
 from roll_core.weights.buckets import pack, unpack
+from tests.micro_batches import cut
 
 NO_STOP: tuple[int, ...] = ()
 
@@ -31,9 +32,8 @@ def engine(num_slots: int = 64, architecture: Architecture = Architecture.QWEN3,
 
 
 def trainer(architecture: Architecture = Architecture.QWEN3, temperature: float = 1.0, seed: int = 7) -> TorchBackend:
-    return TorchBackend(
-        model(architecture), TrainingConfig(), seed=seed, temperature=temperature, device=torch.device("cpu")
-    )
+    settings = TorchSettings(TrainingConfig(), seed=seed, temperature=temperature, device=torch.device("cpu"))
+    return TorchBackend(model(architecture), settings)
 
 
 def requests(
@@ -113,13 +113,8 @@ def test_sampler_and_trainer_agree_on_the_logprob_of_every_token(architecture, t
 
     completions = asyncio.run(sample())
     for request, completion in zip(asked, completions, strict=True):
-        (batch,) = build_micro_batches(
-            [as_sample(request.prompt_ids, completion.token_ids)],
-            rank=0,
-            num_ranks=1,
-            limits=PackingLimits(1000, None, Packing.ROWS),
-            skip_zero_advantages=False,
-        )
+        sample = as_sample(request.prompt_ids, completion.token_ids)
+        (batch,) = cut([sample], PackingLimits(1000, None, Packing.ROWS))
         difference = backend.logprobs(batch, Policy.CURRENT) - torch.tensor(completion.sampler_logprobs)
         assert difference.abs().max().item() < 1e-4
 

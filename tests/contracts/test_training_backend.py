@@ -9,13 +9,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from roll_core.algorithms.catalog import build_algorithm
-from roll_core.batching.micro_batch import MicroBatch, build_micro_batches
+from roll_core.algorithms.inputs import LossFn
+from roll_core.batching.micro_batch import MicroBatch
 from roll_core.batching.packing import PackingLimits, plan_ranks
-from roll_core.config.algorithm import Aggregation, Grpo
+from roll_core.config.algorithm import Aggregation, AlgorithmConfig, Grpo
 from roll_core.config.model import Architecture, ScratchModel
 from roll_core.config.training import OptimizerConfig, Packing, TrainingConfig
 from roll_core.training.base import Policy
 from roll_core.training.torch_backend import TorchBackend
+from roll_core.training.torch_trained import TorchSettings
+from tests.micro_batches import cut, random_tokens
 from tests.support import random_samples
 
 NUM_SAMPLES = 12
@@ -59,29 +62,32 @@ LAYOUTS = {
 }
 
 
+def loss_of(algorithm: AlgorithmConfig) -> LossFn:
+    return build_algorithm(algorithm, num_optimizer_steps=1, max_new_tokens=8).loss
+
+
 def new_backend(layout: Layout, model: ScratchModel = MODEL) -> TorchBackend:
     training = TrainingConfig(
         activation_checkpointing=layout.activation_checkpointing, logprob_chunk_tokens=layout.chunk_tokens
     )
-    backend = TorchBackend(model, training, seed=3, temperature=1.0, device=torch.device("cpu"))
+    backend = TorchBackend(model, TorchSettings(training, seed=3, temperature=1.0, device=torch.device("cpu")))
     backend.start_optimizer(OptimizerConfig(learning_rate=1e-3, max_gradient_norm=1e9), total_steps=10)
     return backend
 
 
 def micro_batches(layout: Layout, rank: int) -> list[MicroBatch]:
-    cut = build_micro_batches(
-        random_samples(NUM_SAMPLES), rank=rank, num_ranks=layout.num_ranks, limits=layout.limits, skip_zero_advantages=False
-    )
-    return cut[::-1] if layout.reverse else cut
+    samples = random_samples(NUM_SAMPLES)
+    found = cut(samples, layout.limits, random_tokens(samples), rank=rank, num_ranks=layout.num_ranks)
+    return found[::-1] if layout.reverse else found
 
 
 def loss_and_gradients(layout: Layout, rank: int) -> tuple[float, dict[str, torch.Tensor], int]:
     backend = new_backend(layout)
-    cut = micro_batches(layout, rank)
-    for micro_batch in cut:
-        backend.accumulate(micro_batch, build_algorithm(ALGORITHM, 1).loss)
+    parts = micro_batches(layout, rank)
+    for micro_batch in parts:
+        backend.accumulate(micro_batch, loss_of(ALGORITHM))
     gradients = {name: gradient.clone() for name, gradient in backend.gradients()}
-    return backend.apply_gradients()["update/loss"], gradients, len(cut)
+    return backend.apply_gradients()["update/loss"], gradients, len(parts)
 
 
 def _in_rank(rank: int, num_ranks: int, folder: str) -> None:
@@ -105,7 +111,7 @@ def _save(rank: int, folder: Path) -> None:
     layout = Layout(num_ranks=2)
     backend = new_backend(layout)
     for micro_batch in micro_batches(layout, rank):
-        backend.accumulate(micro_batch, build_algorithm(ALGORITHM, 1).loss)
+        backend.accumulate(micro_batch, loss_of(ALGORITHM))
     backend.apply_gradients()
     backend.save(folder / "checkpoint")
     torch.save(dict(backend.weights()), folder / f"weights by rank {rank}")
@@ -114,7 +120,7 @@ def _save(rank: int, folder: Path) -> None:
 def _load_and_compare(folder: Path) -> None:
     backend = new_backend(Layout(num_ranks=3))
     backend.load(folder / "checkpoint")
-    backend.load_reference(folder / "checkpoint")
+    backend.load_frozen(Policy.REFERENCE, folder / "checkpoint")
     expected = torch.load(folder / "weights by rank 0")
     assert all(torch.equal(tensor, expected[name]) for name, tensor in backend.weights())
 
@@ -150,29 +156,25 @@ def test_loss_and_gradients_do_not_depend_on_how_the_batch_is_cut(name, expected
 
 
 def test_skipping_zero_advantages_changes_no_gradient():
-    algorithm = build_algorithm(Grpo(), 1)
-    half_idle = [s if i % 2 else _without_advantage(s) for i, s in enumerate(random_samples(NUM_SAMPLES))]
+    samples = random_samples(NUM_SAMPLES)
+    tokens = random_tokens(samples)
+    is_idle_N = tokens.turn_N // 2 % 2 == 1
+    half_idle = replace(tokens, advantages_N=torch.where(is_idle_N, 0.0, tokens.advantages_N))
     found = []
-    for skip in (False, True):
+    for chosen in (range(NUM_SAMPLES), range(0, NUM_SAMPLES, 2)):
         backend = new_backend(REFERENCE)
-        for micro_batch in build_micro_batches(
-            half_idle, rank=0, num_ranks=1, limits=REFERENCE.limits, skip_zero_advantages=skip
-        ):
-            backend.accumulate(micro_batch, algorithm.loss)
+        for micro_batch in cut(samples, REFERENCE.limits, half_idle, chosen=chosen):
+            backend.accumulate(micro_batch, loss_of(Grpo()))
         found.append(dict(backend.gradients()))
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-5, atol=1e-7)
-
-
-def _without_advantage(sample):
-    return replace(sample, advantages=(0.0,) * sample.num_tokens)
 
 
 @pytest.mark.parametrize("architecture", list(Architecture))
 def test_logprobs_are_those_of_the_plain_model(architecture):
     backend = new_backend(Layout(chunk_tokens=5), ScratchModel(max_positions=32, architecture=architecture))
     samples = random_samples(NUM_SAMPLES)
-    (batch,) = build_micro_batches(samples, rank=0, num_ranks=1, limits=REFERENCE.limits, skip_zero_advantages=False)
+    (batch,) = cut(samples, REFERENCE.limits)
     scored = iter(backend.logprobs(batch, Policy.CURRENT).tolist())
     lengths = [s.num_tokens for s in samples]
     order = [i for rows in plan_ranks(lengths, 1, REFERENCE.limits)[0] for row in rows for i in row]
@@ -186,12 +188,12 @@ def test_logprobs_are_those_of_the_plain_model(architecture):
 
 
 def test_an_optimizer_step_lowers_the_loss_on_the_same_batch():
-    backend, algorithm = new_backend(REFERENCE), build_algorithm(Grpo(), 1)
+    backend = new_backend(REFERENCE)
     (batch,) = micro_batches(REFERENCE, 0)
-    anchored = batch.with_signals(anchor=backend.logprobs(batch, Policy.CURRENT), reference=None)
+    anchored = batch.with_signals(anchor_logprobs_N=backend.logprobs(batch, Policy.CURRENT))
     losses = []
     for _ in range(5):
-        backend.accumulate(anchored, algorithm.loss)
+        backend.accumulate(anchored, loss_of(Grpo()))
         losses.append(backend.apply_gradients()["update/loss"])
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0]
@@ -208,7 +210,7 @@ def test_a_checkpoint_of_two_ranks_continues_on_one_and_on_three(rank_folder):
 def test_a_loaded_backend_moves_exactly_like_the_one_that_was_saved(tmp_path):
     def step(backend: TorchBackend) -> None:
         for micro_batch in micro_batches(REFERENCE, 0):
-            backend.accumulate(micro_batch, build_algorithm(ALGORITHM, 1).loss)
+            backend.accumulate(micro_batch, loss_of(ALGORITHM))
         backend.apply_gradients()
 
     original = new_backend(REFERENCE)
@@ -225,9 +227,11 @@ def test_a_loaded_backend_moves_exactly_like_the_one_that_was_saved(tmp_path):
 def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted():
     backend = new_backend(REFERENCE)
     before = {name: tensor.clone() for name, tensor in backend.weights()}
-    poisoned = [replace(s, advantages=tuple(a * float("inf") if a else a for a in s.advantages)) for s in random_samples(3)]
-    limits = REFERENCE.limits
-    for micro_batch in build_micro_batches(poisoned, rank=0, num_ranks=1, limits=limits, skip_zero_advantages=False):
-        backend.accumulate(micro_batch, build_algorithm(Grpo(), 1).loss)
+    samples = random_samples(3)
+    poisoned = replace(
+        random_tokens(samples), advantages_N=torch.full((sum(s.num_trained_tokens for s in samples),), torch.inf)
+    )
+    for micro_batch in cut(samples, REFERENCE.limits, poisoned):
+        backend.accumulate(micro_batch, loss_of(Grpo()))
     assert backend.apply_gradients()["update/skipped_steps"] == 1.0
     assert all(torch.equal(tensor, before[name]) for name, tensor in backend.weights())

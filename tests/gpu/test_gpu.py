@@ -1,17 +1,17 @@
 """The torch backend and engine on one GPU, with bf16 arithmetic: `make test-gpu`, where there is one."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from roll_core.algorithms.catalog import build_algorithm
+from roll_core.algorithms.inputs import LossFn
 from roll_core.batching.demonstrations import as_sample
-from roll_core.batching.micro_batch import MicroBatch, build_micro_batches
+from roll_core.batching.micro_batch import MicroBatch
 from roll_core.batching.packing import PackingLimits
-from roll_core.config.algorithm import Grpo
+from roll_core.config.algorithm import AlgorithmConfig, Grpo
 from roll_core.config.model import Architecture, ScratchModel
 from roll_core.config.training import OptimizerConfig, Packing, Precision, TrainingConfig
 from roll_core.inference.base import InFlight, WeightsUpdate
@@ -19,7 +19,9 @@ from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
 from roll_core.training.base import Policy
 from roll_core.training.torch_backend import TorchBackend
+from roll_core.training.torch_trained import TorchSettings
 from roll_core.weights.buckets import pack, unpack
+from tests.micro_batches import cut, random_tokens
 from tests.support import random_samples
 
 GPU = torch.device("cuda")
@@ -31,14 +33,19 @@ def backend(
 ) -> TorchBackend:
     model = ScratchModel(max_positions=64, architecture=architecture, hidden_size=128, intermediate_size=384)
     training = TrainingConfig(precision=precision, activation_checkpointing=checkpointing)
-    built = TorchBackend(model, training, seed=3, temperature=1.0, device=GPU)
+    built = TorchBackend(model, TorchSettings(training, seed=3, temperature=1.0, device=GPU))
     built.start_optimizer(OptimizerConfig(learning_rate=1e-3), total_steps=20)
     return built
 
 
 def micro_batch(count: int = 24) -> MicroBatch:
-    (batch,) = build_micro_batches(random_samples(count), rank=0, num_ranks=1, limits=LIMITS, skip_zero_advantages=False)
+    samples = random_samples(count)
+    (batch,) = cut(samples, LIMITS, random_tokens(samples))
     return batch
+
+
+def loss_of(algorithm: AlgorithmConfig) -> LossFn:
+    return build_algorithm(algorithm, num_optimizer_steps=1, max_new_tokens=8).loss
 
 
 async def sample(served: TorchEngine, trained: TorchBackend, asked: list[GenerationRequest]) -> list[Completion]:
@@ -64,12 +71,9 @@ def test_sampler_and_trainer_agree_on_the_gpu(architecture, precision, dtype, cl
     asked = [GenerationRequest(f"r{i}", (5, 6 + i % 9, 7), 20, 1.0, (1,), seed=i) for i in range(40)]
     completions = asyncio.run(sample(served, trained, asked))
     samples = [as_sample(r.prompt_ids, c.token_ids) for r, c in zip(asked, completions, strict=True)]
-    samples = [
-        replace(s, sampler_logprobs=(0.0,) * len(r.prompt_ids) + c.sampler_logprobs)
-        for s, r, c in zip(samples, asked, completions, strict=True)
-    ]
-    (batch,) = build_micro_batches(samples, rank=0, num_ranks=1, limits=LIMITS, skip_zero_advantages=False)
-    difference = (trained.logprobs(batch, Policy.CURRENT) - batch.sampler_logprobs_N).abs()
+    (batch,) = cut(samples, LIMITS)
+    sampler_logprobs_N = torch.tensor([logprob for c in completions for logprob in c.sampler_logprobs])
+    difference = (trained.logprobs(batch, Policy.CURRENT) - sampler_logprobs_N[batch.place_N]).abs()
     assert difference.max().item() < close
 
 
@@ -78,18 +82,18 @@ def test_bf16_gradients_point_where_float32_ones_do(checkpointing):
     found = []
     for precision in (Precision.FLOAT32, Precision.BFLOAT16):
         trained = backend(precision, checkpointing=checkpointing)
-        trained.accumulate(micro_batch(), build_algorithm(Grpo(), 1).loss)
+        trained.accumulate(micro_batch(), loss_of(Grpo()))
         found.append(torch.cat([gradient.flatten() for _, gradient in trained.gradients()]))
     assert all(gradient.dtype is torch.float32 for gradient in found)
     assert torch.nn.functional.cosine_similarity(found[0], found[1], dim=0).item() > 0.99
 
 
 def test_bf16_updates_lower_the_loss_and_survive_a_checkpoint(tmp_path: Path):
-    trained, algorithm, batch = backend(Precision.BFLOAT16), build_algorithm(Grpo(), 1), micro_batch()
-    anchored = batch.with_signals(anchor=trained.logprobs(batch, Policy.CURRENT), reference=None)
+    trained, batch = backend(Precision.BFLOAT16), micro_batch()
+    anchored = batch.with_signals(anchor_logprobs_N=trained.logprobs(batch, Policy.CURRENT))
     losses = []
     for _ in range(6):
-        trained.accumulate(anchored, algorithm.loss)
+        trained.accumulate(anchored, loss_of(Grpo()))
         losses.append(trained.apply_gradients()["update/loss"])
     assert losses[-1] < losses[0]
     trained.save(tmp_path / "checkpoint")

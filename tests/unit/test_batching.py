@@ -1,37 +1,80 @@
 """Trajectories to samples to packed, balanced micro-batches."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_core.algorithms.advantages import group_relative
-from roll_core.batching.micro_batch import build_micro_batches
+from roll_core.batching.micro_batch import GlobalCounts
 from roll_core.batching.packing import PackingLimits, pack_rows, plan_ranks, plan_units
-from roll_core.batching.samples import build_samples
+from roll_core.batching.samples import build_batch
 from roll_core.config.training import Packing
 from roll_core.types.sample import Sample
+from roll_core.types.trajectory import GREEDY_ATTEMPT, Trajectory, Turn
+from tests.micro_batches import cut, random_tokens
 from tests.support import random_samples, trajectory
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=60)
 
 
-def test_a_sample_is_prompt_then_completion_with_its_advantage_on_the_completion():
-    samples = build_samples([trajectory(0, 0, 1.0), trajectory(0, 1, 0.0)], group_relative)
-    assert samples[0] == Sample(
-        token_ids=(2, 3, 10, 11, 12),
-        trained=(False, False, True, True, True),
-        advantages=(0.0, 0.0, 0.5, 0.5, 0.5),
-        sampler_logprobs=(0.0, 0.0, -0.5, -0.5, -0.5),
-    )
+def test_a_sample_is_prompt_then_completion_and_only_the_completion_is_trained():
+    batch = build_batch([trajectory(0, 0, 1.0), trajectory(0, 1, 0.0)])
+    assert batch.samples[0] == Sample(token_ids=(2, 3, 10, 11, 12), trained=(False, False, True, True, True))
+    assert batch.credit.outcomes.rewards_S.tolist() == [1.0, 0.0]
+    assert batch.credit.outcomes.sequence_N.tolist() == [0, 0, 0, 1, 1, 1]
+    assert batch.credit.outcomes.sampler_logprobs_N.tolist() == [-0.5] * 6
+    assert batch.credit.correct_S.tolist() == [True, False]
 
 
 def test_a_failed_trajectory_is_left_out_and_does_not_lower_the_baseline():
-    samples = build_samples([trajectory(0, 0, 1.0), trajectory(0, 1, None), trajectory(0, 2, 0.0)], group_relative)
-    assert [s.advantages[-1] for s in samples] == [0.5, -0.5]
+    batch = build_batch([trajectory(0, 0, 1.0), trajectory(0, 1, None), trajectory(0, 2, 0.0)])
+    assert len(batch.samples) == 2
+    assert group_relative(batch.credit.outcomes).tolist() == [0.5] * 3 + [-0.5] * 3
 
 
 def test_groups_are_told_apart_by_number_even_when_numbers_are_missing():
-    samples = build_samples([trajectory(7, 0, 1.0), trajectory(7, 1, 0.0), trajectory(2, 0, 4.0)], group_relative)
-    assert [s.advantages[-1] for s in samples] == [0.5, -0.5, 0.0]
+    batch = build_batch([trajectory(7, 0, 1.0), trajectory(7, 1, 0.0), trajectory(2, 0, 4.0)])
+    assert batch.credit.outcomes.group_S.tolist() == [0, 0, 1]
+
+
+def test_a_greedy_attempt_is_the_baseline_of_its_group_and_is_not_trained_on():
+    batch = build_batch(
+        [
+            trajectory(0, GREEDY_ATTEMPT, 0.25),
+            trajectory(0, 0, 1.0),
+            trajectory(1, GREEDY_ATTEMPT, 1.0),
+            trajectory(1, 0, 0.0),
+        ]
+    )
+    assert len(batch.samples) == 2
+    assert batch.credit.outcomes.greedy_rewards_S.tolist() == [0.25, 1.0]
+
+
+def test_a_group_whose_greedy_attempt_failed_has_no_baseline_and_is_left_out():
+    batch = build_batch([trajectory(0, GREEDY_ATTEMPT, None), trajectory(0, 0, 1.0), trajectory(1, GREEDY_ATTEMPT, 0.5)])
+    assert batch.samples == ()
+
+
+def conversation(group: int, rewards: tuple[float, float], observation: tuple[int, ...]) -> Trajectory:
+    """Two turns: prompt (2, 3), answer (10), an observation, answer (11, 12); the score is 1."""
+    first = Turn((2, 3), (10,), (-0.1,), (0,), "a", reward=rewards[0])
+    second = Turn((2, 3, 10, *observation), (11, 12), (-0.2, -0.3), (0, 0), "bc", reward=rewards[1])
+    return replace(trajectory(group, 0, 1.0), turns=(first, second))
+
+
+def test_a_conversation_is_one_sample_and_observations_are_not_trained():
+    batch = build_batch([conversation(0, (0.5, 0.25), (7, 8))])
+    assert batch.samples == (Sample((2, 3, 10, 7, 8, 11, 12), (False, False, True, False, False, True, True)),)
+    outcomes = batch.credit.outcomes
+    assert outcomes.turn_N.tolist() == [0, 1, 1]
+    assert outcomes.turn_rewards_T.tolist() == [0.5, 0.25]
+    assert outcomes.rewards_S.tolist() == [1.75]
+
+
+def test_equal_observations_are_the_same_state_and_others_are_not():
+    batch = build_batch([conversation(0, (0, 0), (7, 8)), conversation(0, (0, 0), (7, 8)), conversation(0, (0, 0), (9,))])
+    assert batch.credit.outcomes.state_T.tolist() == [0, 1, 0, 1, 0, 2]
 
 
 @given(LENGTHS)
@@ -60,18 +103,18 @@ def test_every_rank_gets_as_many_micro_batches_and_every_sample_goes_somewhere_o
 
 def test_a_packed_row_restarts_positions_and_keeps_sequences_apart():
     samples = [
-        Sample((8, 25, 8, 1), (False, False, True, True), (0, 0, 1, 1), (0, 0, -1, -2)),
-        Sample((9, 25, 1), (False, False, True), (0, 0, 3), (0, 0, -3)),
+        Sample((8, 25, 8, 1), (False, False, True, True)),
+        Sample((9, 25, 1), (False, False, True)),
     ]
     limits = PackingLimits(micro_batch_tokens=100, row_tokens=7, packing=Packing.ROWS)
-    (batch,) = build_micro_batches(samples, rank=0, num_ranks=1, limits=limits, skip_zero_advantages=False)
+    (batch,) = cut(samples, limits)
     assert batch.token_ids_RT.tolist() == [[8, 25, 8, 1, 9, 25, 1]]
     assert batch.position_ids_RT.tolist() == [[0, 1, 2, 3, 0, 1, 2]]
     assert batch.segment_RT.tolist() == [[1, 1, 2, 2, 3, 3, 4]]
     assert batch.prefix_RT.tolist() == [[1, 1, 1, 1, 3, 3, 3]]
     assert batch.predicted_by_N.tolist() == [1, 2, 5]
     assert batch.target_ids_N.tolist() == [8, 1, 1]
-    assert batch.advantages_N.tolist() == [1, 1, 3]
+    assert batch.ends_S.tolist() == [3, 6]
     assert batch.sequence_N.tolist() == [0, 0, 1]
     mask = batch.attention_mask()[0, 0]
     assert mask[5].tolist() == [False, False, False, False, True, True, False]
@@ -80,11 +123,11 @@ def test_a_packed_row_restarts_positions_and_keeps_sequences_apart():
 
 def test_a_shared_prompt_is_laid_down_once_and_every_continuation_looks_at_it_alone():
     samples = [
-        Sample((8, 25, 8, 1), (False, False, True, True), (0, 0, 1, 1), (0, 0, -1, -2)),
-        Sample((8, 25, 9), (False, False, True), (0, 0, 3), (0, 0, -3)),
+        Sample((8, 25, 8, 1), (False, False, True, True)),
+        Sample((8, 25, 9), (False, False, True)),
     ]
     limits = PackingLimits(micro_batch_tokens=100, row_tokens=8, packing=Packing.SHARED_PROMPTS)
-    (batch,) = build_micro_batches(samples, rank=0, num_ranks=1, limits=limits, skip_zero_advantages=False)
+    (batch,) = cut(samples, limits)
     assert batch.token_ids_RT.tolist() == [[8, 25, 8, 1, 9]]
     assert batch.position_ids_RT.tolist() == [[0, 1, 2, 3, 2]]
     assert batch.predicted_by_N.tolist() == [1, 2, 1]
@@ -97,11 +140,21 @@ def test_units_share_a_prompt_as_far_as_a_row_goes():
     assert plan_units(["a", "a", "b", "a"], [(2, 3), (2, 4), (5, 1), (2, 1)], 9) == [(0, 1), (2,), (3,)]
 
 
-def test_skipped_samples_still_count_in_the_denominators():
-    pulling = random_samples(3)
-    idle = Sample((5, 6, 7), (False, True, True), (0.0, 0.0, 0.0), (0.0, -1.0, -1.0))
+def test_tokens_and_samples_know_their_place_in_the_batch():
+    samples = random_samples(5)
+    tokens = random_tokens(samples)
     limits = PackingLimits(micro_batch_tokens=100, row_tokens=None, packing=Packing.ROWS)
-    (batch,) = build_micro_batches([*pulling, idle], rank=0, num_ranks=1, limits=limits, skip_zero_advantages=True)
+    (batch,) = cut(samples, limits, tokens, chosen=[4, 1])
+    trained = [t for s in samples for t, is_trained in zip(s.token_ids, s.trained, strict=True) if is_trained]
+    assert sorted(batch.sample_S.tolist()) == [1, 4]
+    assert batch.target_ids_N.tolist() == [trained[place] for place in batch.place_N.tolist()]
+    assert batch.tokens.advantages_N.tolist() == tokens.advantages_N[batch.place_N].tolist()
+    assert batch.num_turns == int(batch.tokens.turn_N.max()) + 1
+
+
+def test_samples_that_are_not_chosen_still_count_in_the_denominators():
+    samples = random_samples(4)
+    limits = PackingLimits(micro_batch_tokens=100, row_tokens=None, packing=Packing.ROWS)
+    (batch,) = cut(samples, limits, chosen=[0, 1, 2])
     assert batch.num_sequences == 3
-    assert batch.global_sequences == 4
-    assert batch.global_tokens == sum(s.num_trained_tokens for s in pulling) + 2
+    assert batch.counts == GlobalCounts(sum(s.num_trained_tokens for s in samples), 4)

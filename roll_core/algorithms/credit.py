@@ -1,0 +1,256 @@
+"""From graded trajectories to credit: rewards are shaped, domain by domain if asked, and become advantages; masks and
+weights say who is trained on. Pure: what changes from iteration to iteration comes in as a state and goes out as the next
+one."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from roll_core.algorithms import masks
+from roll_core.algorithms.advantages import whitened
+from roll_core.algorithms.controllers import adapted_coefficient
+from roll_core.algorithms.divergences import KlEstimator
+from roll_core.algorithms.grouping import sum_by
+from roll_core.algorithms.inputs import AdvantageFn, AdvantageInputs
+from roll_core.algorithms.shaping import Moments, divisors, normalized, overlong_penalty
+from roll_core.config.shaping import (
+    KlRewardConfig,
+    MasksConfig,
+    NormalizingConfig,
+    ShapingConfig,
+    StatisticsFrom,
+    WeightsConfig,
+)
+from roll_core.types.refs import Record
+
+
+class CreditState(Record):
+    """What credit remembers between iterations; part of every checkpoint.
+
+    Example: CreditState(moments={"sort": Moments(count=512.0, mean=0.4, squares=90.1)}, kl_coefficients={"": 0.0012})
+    """
+
+    moments: dict[str, Moments] = Field(default_factory=dict)
+    """Rewards seen so far, with their overlong penalties, by domain."""
+    kl_coefficients: dict[str, float] = Field(default_factory=dict)
+    """Weight of the KL in the reward where it adapts, by domain; "" is that of all domains without a section of their
+    own."""
+
+
+@dataclass(frozen=True)
+class CreditInputs:
+    """`outcomes` holds the rewards as graded. `divergences_N` is the full-vocabulary KL to the reference, where asked
+    for."""
+
+    outcomes: AdvantageInputs
+    correct_S: Tensor
+    domain_S: Tensor
+    domains: tuple[str, ...]
+    anchor_logprobs_N: Tensor | None = None
+    reference_logprobs_N: Tensor | None = None
+    divergences_N: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class CreditRecipe:
+    """How credit is assigned: what a config says, with the functions it names."""
+
+    advantage: AdvantageFn
+    shaping: ShapingConfig
+    domains: dict[str, ShapingConfig]
+    kl_estimators: dict[str, KlEstimator]
+    """By the name of a section: "" and the domains."""
+    max_new_tokens: int
+    whiten_advantages: bool
+    advantage_clip: float | None
+
+
+@dataclass(frozen=True)
+class Credit:
+    """`kept_S` is false for trajectories that are not trained on, `weights_S` has a mean of 1 over the others (0 if they all
+    weigh nothing). `returns_N` is what the critic is to predict, before advantages are whitened and clipped."""
+
+    advantages_N: Tensor
+    returns_N: Tensor | None
+    weights_S: Tensor
+    kept_S: Tensor
+    metrics: dict[str, float]
+
+
+def assign_credit(inputs: CreditInputs, recipe: CreditRecipe, state: CreditState) -> tuple[Credit, CreditState]:
+    """Credit for a whole iteration, and the state after it."""
+    state = _with_rewards(inputs, recipe, state)
+    shaped = _shape(inputs, recipe, state)
+    advantages_N = recipe.advantage(shaped.outcomes)
+    values_N = inputs.outcomes.values_N
+    returns_N = None if values_N is None else advantages_N + values_N
+    if recipe.whiten_advantages:
+        advantages_N = whitened(advantages_N)
+    metrics = dict(shaped.metrics)
+    if recipe.advantage_clip is not None:
+        clipped_N = advantages_N.clamp(-recipe.advantage_clip, recipe.advantage_clip)
+        metrics["advantage/clip_fraction"] = _share(clipped_N != advantages_N)
+        advantages_N = clipped_N
+    metrics["advantage/mean"], metrics["advantage/largest"] = advantages_N.mean().item(), advantages_N.abs().max().item()
+    kept_S = shaped.kept_S
+    weights_S = torch.ones_like(shaped.weights_S).masked_scatter(
+        kept_S, masks.rescaled_to_mean_one(shaped.weights_S[kept_S])
+    )
+    metrics["sample/masked"] = _share(~kept_S)
+    return Credit(advantages_N, returns_N, weights_S, kept_S, metrics), shaped.state
+
+
+@dataclass(frozen=True)
+class _Shaped:
+    outcomes: AdvantageInputs
+    kept_S: Tensor
+    weights_S: Tensor
+    metrics: dict[str, float]
+    state: CreditState
+
+
+def _shape(inputs: CreditInputs, recipe: CreditRecipe, state: CreditState) -> _Shaped:
+    """Each section's settings applied to the whole batch, then taken for the trajectories of that section."""
+    outcomes = inputs.outcomes
+    rewards_S, kept_S, greedy_S = outcomes.rewards_S, torch.ones_like(outcomes.truncated_S), outcomes.greedy_rewards_S
+    scale_S = torch.ones_like(rewards_S)
+    weights_S, token_rewards_N = torch.ones_like(rewards_S), torch.zeros_like(outcomes.sequence_N, dtype=rewards_S.dtype)
+    metrics: dict[str, float] = {}
+    coefficients = dict(state.kl_coefficients)
+    for name, section, is_here_S in _sections(inputs, recipe):
+        shaped_S, by_S = _shaped_rewards(inputs, section, recipe.max_new_tokens, state)
+        if section.reward_clip is not None:
+            clipped_S = shaped_S.clamp(-section.reward_clip, section.reward_clip)
+            is_clipped_S = clipped_S != shaped_S
+            metrics[f"reward/clip_fraction{_suffix(name)}"] = _share(is_clipped_S[is_here_S])
+            shaped_S, by_S = clipped_S, torch.where(is_clipped_S, by_S * clipped_S / shaped_S, by_S)
+            if greedy_S is not None:
+                greedy_S = torch.where(is_here_S, greedy_S.clamp(-section.reward_clip, section.reward_clip), greedy_S)
+        rewards_S, scale_S = torch.where(is_here_S, shaped_S, rewards_S), torch.where(is_here_S, by_S, scale_S)
+        kept_S = torch.where(is_here_S, _kept(inputs, section.masks), kept_S)
+        weights_S = torch.where(is_here_S, _weights(inputs, section.weights), weights_S)
+        if section.kl is not None:
+            kl_N = _kl(inputs, recipe.kl_estimators.get(name))
+            coefficient = coefficients.get(name, section.kl.coefficient)
+            token_rewards_N = torch.where(is_here_S[outcomes.sequence_N], -coefficient * kl_N, token_rewards_N)
+            kl = sum_by(kl_N, outcomes.sequence_N, outcomes.num_sequences)[is_here_S].mean().item()
+            metrics |= {f"reward/kl{_suffix(name)}": kl, f"reward/kl_coefficient{_suffix(name)}": coefficient}
+            coefficients |= _next_coefficient(name, section.kl, coefficient, kl, int(is_here_S.sum()))
+    has_token_rewards = any(section.kl is not None for _, section, _ in _sections(inputs, recipe))
+    return _Shaped(
+        replace(
+            outcomes,
+            rewards_S=rewards_S,
+            turn_rewards_T=outcomes.turn_rewards_T * scale_S[outcomes.sequence_T],
+            greedy_rewards_S=greedy_S,
+            token_rewards_N=token_rewards_N if has_token_rewards else None,
+        ),
+        kept_S,
+        weights_S,
+        metrics,
+        CreditState(moments=state.moments, kl_coefficients=coefficients),
+    )
+
+
+def _sections(inputs: CreditInputs, recipe: CreditRecipe) -> list[tuple[str, ShapingConfig, Tensor]]:
+    """The settings that apply to some of this batch, and to which trajectories."""
+    own_D = torch.tensor([domain in recipe.domains for domain in inputs.domains])
+    sections = [("", recipe.shaping, ~own_D[inputs.domain_S])]
+    for number, domain in enumerate(inputs.domains):
+        if domain in recipe.domains:
+            sections.append((domain, recipe.domains[domain], inputs.domain_S == number))
+    return [section for section in sections if bool(section[2].any())]
+
+
+def _with_rewards(inputs: CreditInputs, recipe: CreditRecipe, state: CreditState) -> CreditState:
+    """The state with this batch's rewards in its moments, if any section normalises by them."""
+    sections = [s for s in (recipe.shaping, *recipe.domains.values()) if isinstance(s, NormalizingConfig) and s.normalize]
+    if not any(StatisticsFrom.RUNNING in (s.normalize.mean, s.normalize.std) for s in sections if s.normalize):
+        return state
+    moments = dict(state.moments)
+    for number, domain in enumerate(inputs.domains):
+        rewards_S = _penalized(inputs, recipe.domains.get(domain, recipe.shaping), recipe.max_new_tokens)
+        moments[domain] = moments.get(domain, Moments()).with_values(rewards_S[inputs.domain_S == number])
+    return state.model_copy(update={"moments": moments})
+
+
+def _shaped_rewards(
+    inputs: CreditInputs, section: ShapingConfig, max_new_tokens: int, state: CreditState
+) -> tuple[Tensor, Tensor]:
+    """Rewards, and what the part of them that is paid turn by turn must be multiplied by to stay a part of them."""
+    rewards_S = _penalized(inputs, section, max_new_tokens)
+    if not isinstance(section, NormalizingConfig) or section.normalize is None:
+        return rewards_S, torch.ones_like(rewards_S)
+    mean_from, std_from = section.normalize.mean, section.normalize.std
+    group_S, domain_S = inputs.outcomes.group_S, inputs.domain_S
+    moments_D = [state.moments.get(domain, Moments()) for domain in inputs.domains]
+    scale_S = 1 / divisors(rewards_S, std_from=std_from, group_S=group_S, domain_S=domain_S, moments_D=moments_D)
+    rewards_S = normalized(
+        rewards_S, mean_from=mean_from, std_from=std_from, group_S=group_S, domain_S=domain_S, moments_D=moments_D
+    )
+    return rewards_S, scale_S
+
+
+def _penalized(inputs: CreditInputs, section: ShapingConfig, max_new_tokens: int) -> Tensor:
+    rewards_S = inputs.outcomes.rewards_S
+    if section.overlong is None:
+        return rewards_S
+    buffer_tokens = section.overlong.buffer_tokens or max(1, max_new_tokens // 5)
+    penalty_S = overlong_penalty(_lengths(inputs), max_tokens=max_new_tokens, buffer_tokens=buffer_tokens)
+    return rewards_S + section.overlong.weight * penalty_S
+
+
+def _kept(inputs: CreditInputs, section: MasksConfig) -> Tensor:
+    outcomes, kept_S = inputs.outcomes, torch.ones_like(inputs.outcomes.truncated_S)
+    if section.truncated:
+        kept_S = kept_S & masks.is_whole(outcomes.truncated_S)
+    if section.min_accuracy is not None or section.max_accuracy is not None:
+        low = -1.0 if section.min_accuracy is None else section.min_accuracy
+        high = 2.0 if section.max_accuracy is None else section.max_accuracy
+        kept_S = kept_S & masks.is_of_use(inputs.correct_S, outcomes.group_S, min_accuracy=low, max_accuracy=high)
+    if section.wrong_above_tokens is not None:
+        limit = section.wrong_above_tokens
+        kept_S = kept_S & masks.is_not_long_and_wrong(inputs.correct_S, _lengths(inputs), max_tokens=limit)
+    return kept_S
+
+
+def _weights(inputs: CreditInputs, section: WeightsConfig) -> Tensor:
+    weights_S = torch.ones_like(inputs.outcomes.rewards_S)
+    if section.difficulty is not None:
+        easiest, hardest = section.difficulty.first, section.difficulty.last
+        group_S = inputs.outcomes.group_S
+        weights_S = weights_S * masks.difficulty_weights(inputs.correct_S, group_S, easiest=easiest, hardest=hardest)
+    if section.length is not None:
+        shortest, longest = section.length.first, section.length.last
+        weights_S = weights_S * masks.length_weights(_lengths(inputs), shortest=shortest, longest=longest)
+    return weights_S
+
+
+def _kl(inputs: CreditInputs, estimator: KlEstimator | None) -> Tensor:
+    if estimator is None:
+        assert inputs.divergences_N is not None, "full-vocabulary divergences were not computed"
+        return inputs.divergences_N
+    assert inputs.anchor_logprobs_N is not None, "anchor logprobs were not computed"
+    assert inputs.reference_logprobs_N is not None, "reference logprobs were not computed"
+    return estimator(inputs.anchor_logprobs_N, inputs.reference_logprobs_N)
+
+
+def _next_coefficient(name: str, kl: KlRewardConfig, coefficient: float, measured: float, count: int) -> dict[str, float]:
+    if kl.adaptive is None:
+        return {}
+    target, horizon = kl.adaptive.target, kl.adaptive.horizon
+    return {name: adapted_coefficient(coefficient, measured=measured, target=target, num_samples=count, horizon=horizon)}
+
+
+def _lengths(inputs: CreditInputs) -> Tensor:
+    return torch.bincount(inputs.outcomes.sequence_N, minlength=inputs.outcomes.num_sequences)
+
+
+def _suffix(name: str) -> str:
+    return f"/{name}" if name else ""
+
+
+def _share(flags: Tensor) -> float:
+    return flags.double().mean().item() if len(flags) else 0.0

@@ -1,0 +1,43 @@
+"""What a loss needs to know about trained tokens, for all samples of a batch end to end. Shapes: N trained tokens."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """None: not asked for by the algorithm. `turn_N` numbers the turns of the whole batch.
+
+    Example (two samples, of two trained tokens and of one): sampler_logprobs_N=[-0.1, -0.2, -0.4], turn_N=[0, 0, 1],
+    advantages_N=[0.5, 0.5, -0.5], weights_N=[1., 1., 1.]
+    """
+
+    sampler_logprobs_N: Tensor
+    turn_N: Tensor
+    advantages_N: Tensor
+    weights_N: Tensor
+    anchor_logprobs_N: Tensor | None = None
+    reference_logprobs_N: Tensor | None = None
+    values_N: Tensor | None = None
+    returns_N: Tensor | None = None
+
+    def take(self, index_N: Tensor) -> "TokenData":
+        """The tokens at these places; turns are numbered anew, from 0."""
+        taken = self._each(lambda tensor: tensor[index_N])
+        return replace(taken, turn_N=torch.unique(taken.turn_N, return_inverse=True)[1])
+
+    def to(self, device: torch.device) -> "TokenData":
+        return self._each(lambda tensor: tensor.to(device))
+
+    def _each(self, change: Any) -> "TokenData":
+        tensors: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: change(tensor) for name, tensor in tensors.items() if tensor is not None})
+
+
+def untaught(num_tokens: int) -> TokenData:
+    """Tokens of which nothing is known but that they are to be imitated or scored."""
+    zeros_N = torch.zeros(num_tokens)
+    return TokenData(zeros_N, torch.zeros(num_tokens, dtype=torch.long), zeros_N, torch.ones(num_tokens))

@@ -1,0 +1,117 @@
+"""What happens to rewards and trajectories before advantages; the same sections in every algorithm, and for a domain."""
+
+from enum import StrEnum
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from roll_core.config.base import Section
+
+
+class StatisticsFrom(StrEnum):
+    """Whose mean or standard deviation a reward is compared with."""
+
+    NONE = "none"
+    GROUP = "group"
+    DOMAIN = "domain"
+    BATCH = "batch"
+    RUNNING = "running"
+
+
+class KlEstimator(StrEnum):
+    """k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1, absolute = |d|, with d = log(policy / reference) of the sampled token;
+    full = the exact sum over the vocabulary, which runs the reference beside the policy."""
+
+    K1 = "k1"
+    K2 = "k2"
+    K3 = "k3"
+    ABSOLUTE = "absolute"
+    FULL = "full"
+
+
+class NormalizeConfig(Section):
+    """reward := (reward - mean) / (std + 1e-6)."""
+
+    mean: StatisticsFrom = StatisticsFrom.GROUP
+    std: StatisticsFrom = StatisticsFrom.GROUP
+    """Unbiased. `running` is over the whole run so far, per domain, and part of the checkpoint."""
+
+
+class OverlongConfig(Section):
+    """DAPO's soft punishment of long completions (arXiv 2503.14476): from 0 down to -weight over the last tokens allowed."""
+
+    buffer_tokens: PositiveInt | None = None
+    """How many tokens before rollout.max_new_tokens the penalty begins; null takes a fifth of it (DAPO: 4096 of 20480)."""
+    weight: PositiveFloat = 1.0
+    """Penalty of a completion that reaches the limit."""
+
+
+class AdaptiveKlConfig(Section):
+    """Moves the coefficient so that the KL stays near a target (Ziegler et al., arXiv 1909.08593)."""
+
+    target: PositiveFloat = 6.0
+    """KL per trajectory to aim at, in nats (Ziegler: 6)."""
+    horizon: PositiveFloat = 10000.0
+    """Trajectories over which the coefficient may change by a fifth (Ziegler: 10000)."""
+
+
+class KlRewardConfig(Section):
+    """Charge every token for its distance from the reference: reward := reward - coefficient * KL(anchor || reference)."""
+
+    coefficient: PositiveFloat = 0.001
+    """Weight of the penalty; where it begins, with `adaptive`."""
+    estimator: KlEstimator = KlEstimator.K1
+    adaptive: AdaptiveKlConfig | None = None
+    """Null keeps the coefficient as it is."""
+
+
+class MasksConfig(Section):
+    """Trajectories that are generated and graded, count in baselines and statistics, but are not trained on."""
+
+    truncated: bool = False
+    """Leave out completions that were cut off at rollout.max_new_tokens (DAPO's overlong filtering)."""
+    min_accuracy: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Leave out groups whose share of right answers is this or less (0: never right)."""
+    max_accuracy: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Leave out groups whose share of right answers is this or more (1: always right)."""
+    wrong_above_tokens: PositiveInt | None = None
+    """Leave out wrong answers longer than this."""
+
+
+class WeightRange(Section):
+    """A linear weight; all weights are rescaled to a mean of 1."""
+
+    first: NonNegativeFloat
+    last: NonNegativeFloat
+
+    @model_validator(mode="after")
+    def _some_weight(self):
+        if self.first == self.last == 0:
+            raise ValueError("first and last cannot both be 0: nothing would be trained on")
+        return self
+
+
+class WeightsConfig(Section):
+    """How much a trajectory counts in the policy's objective."""
+
+    difficulty: WeightRange | None = None
+    """From groups that are always right (first) to those never right (last); {first: 0.5, last: 2} favours hard problems."""
+    length: WeightRange | None = None
+    """From the shortest completion (first) to the longest (last); {first: 1.5, last: 0.5} favours brevity."""
+
+
+class ShapingConfig(Section):
+    """In this order: overlong, (normalize,) reward_clip, kl; then advantages are computed; then masks and weights apply."""
+
+    reward_clip: PositiveFloat | None = None
+    """Rewards are kept within plus and minus this."""
+    overlong: OverlongConfig | None = None
+    kl: KlRewardConfig | None = None
+    """KL in the reward; needs anchor and reference logprobs."""
+    masks: MasksConfig = MasksConfig()
+    weights: WeightsConfig = WeightsConfig()
+
+
+class NormalizingConfig(ShapingConfig):
+    """The same, with rewards normalised first: for algorithms that have no baseline of their own."""
+
+    normalize: NormalizeConfig | None = None

@@ -1,0 +1,314 @@
+"""All that learns on one trainer rank: the policy, the critic where there is one, and the state of credit.
+
+Knows neither Ray nor a store; every rank gets the same calls with the same trajectories. Shapes: N trained tokens of the
+whole iteration, S trajectories, K teachers, D domains.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from roll_core.algorithms.catalog import build_algorithm
+from roll_core.algorithms.corrections import with_effective_sample_size
+from roll_core.algorithms.credit import Credit, CreditInputs, CreditState, assign_credit
+from roll_core.algorithms.losses import cross_entropy
+from roll_core.batching.micro_batch import GlobalCounts, MicroBatch, build_micro_batches
+from roll_core.batching.packing import PackingLimits
+from roll_core.batching.samples import GradedBatch, build_batch
+from roll_core.batching.token_data import TokenData, untaught
+from roll_core.config.algorithm import Distillation, Ppo, Signal
+from roll_core.config.run import RunConfig
+from roll_core.config.training import OptimizerConfig, Packing
+from roll_core.training.base import CriticBackend, Policy, TrainingBackend
+from roll_core.training.torch_backend import TorchBackend
+from roll_core.training.torch_critic import TorchCritic
+from roll_core.training.torch_trained import TorchSettings
+from roll_core.types.manifest import Metrics
+from roll_core.types.sample import Sample
+from roll_core.types.trajectory import Trajectory
+
+CRITIC_FOLDER, STATE_FILE = "critic", "credit-state.json"
+
+
+@dataclass(frozen=True)
+class PreparedBatch:
+    """This rank's share of an iteration, optimizer step by optimizer step, and the state of credit once it is learned."""
+
+    steps: tuple[tuple[MicroBatch, ...], ...]
+    next_state: CreditState
+    num_samples: int
+    num_trained_tokens: int
+    metrics: Metrics
+
+
+class Learner:
+    def __init__(self, config: RunConfig, *, rank: int, num_ranks: int, device: torch.device):
+        self._config = config
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._algorithm = build_algorithm(
+            config.algorithm,
+            num_optimizer_steps=config.training.optimizer_steps,
+            max_new_tokens=config.rollout.max_new_tokens,
+        )
+        settings = TorchSettings(config.training, config.seed, config.rollout.temperature, device)
+        self._policy: TrainingBackend = TorchBackend(config.model, settings)
+        self._policy.start_optimizer(config.training.optimizer, config.total_optimizer_steps)
+        self._critic: CriticBackend | None = None
+        if isinstance(config.algorithm, Ppo):
+            self._critic = TorchCritic(config.model, settings)
+            self._critic.start_optimizer(config.algorithm.critic.optimizer, config.total_optimizer_steps)
+        self._state = CreditState()
+
+    @property
+    def needs_reference(self) -> bool:
+        return self._config.algorithm.needs_reference
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._policy.weights()
+
+    def imitate(self, demonstrations: Callable[[int], list[Sample]], optimizer: OptimizerConfig, num_steps: int) -> float:
+        """Supervised steps, then a fresh optimizer for reinforcement learning; the last loss. A critic starts from here."""
+        self._policy.start_optimizer(optimizer, num_steps)
+        # Demonstrations share no prompts: rows as short as they can be cost the least attention.
+        limits = PackingLimits(self._config.training.micro_batch_tokens, None, Packing.ROWS)
+        metrics: Metrics = {}
+        for step in range(num_steps):
+            samples = demonstrations(step)
+            tokens, chosen = untaught(_trained_tokens(samples)), range(len(samples))
+            for micro_batch in self._micro_batches(samples, tokens, chosen, _counts(samples), limits):
+                self._policy.accumulate(micro_batch, cross_entropy)
+            metrics = self._policy.apply_gradients()
+        self._policy.start_optimizer(self._config.training.optimizer, self._config.total_optimizer_steps)
+        if self._critic is not None:
+            self._critic.adopt(self._policy.weights())
+        return metrics["update/loss"]
+
+    def prepare(self, trajectories: Sequence[Trajectory]) -> PreparedBatch:
+        """Declared signals, advantages, packing: everything that can be known before the policy moves."""
+        batch = build_batch(trajectories)
+        inputs = self._with_signals(batch)
+        credit, next_state = assign_credit(inputs, self._algorithm.credit, self._state)
+        tokens = _token_data(inputs, credit)
+        kept = [number for number, is_kept in enumerate(credit.kept_S.tolist()) if is_kept]
+        pulling = set(self._pulling(batch, credit))
+        return PreparedBatch(
+            steps=tuple(
+                self._prepare_step(batch.samples, tokens, step, pulling)
+                for step in _split_evenly(kept, self._config.training.optimizer_steps)
+            ),
+            next_state=next_state,
+            num_samples=len(kept),
+            num_trained_tokens=_trained_tokens([batch.samples[number] for number in kept]),
+            metrics=credit.metrics,
+        )
+
+    def update(self, prepared: PreparedBatch, iteration: int) -> Metrics:
+        """All optimizer steps of the policy; none while the critic warms up."""
+        self._state = prepared.next_state
+        algorithm = self._config.algorithm
+        if isinstance(algorithm, Ppo) and iteration <= algorithm.critic.warmup_iterations:
+            return {"update/held_back": 1.0}
+        beside = self._algorithm.full_kl_loss
+        accumulate = self._policy.accumulate_beside_reference if beside else self._policy.accumulate
+        per_step: list[Metrics] = []
+        for micro_batches in prepared.steps:
+            for micro_batch in micro_batches:
+                accumulate(micro_batch, self._algorithm.loss)
+            per_step.append(with_effective_sample_size(self._policy.apply_gradients()))
+        return _mean_over_steps(per_step)
+
+    def update_critic(self, prepared: PreparedBatch) -> Metrics:
+        """All optimizer steps of the critic, towards the returns of the prepared batch."""
+        assert self._critic is not None, "this algorithm has no critic"
+        assert self._algorithm.value_loss is not None
+        per_step: list[Metrics] = []
+        for micro_batches in prepared.steps:
+            for micro_batch in micro_batches:
+                self._critic.accumulate(micro_batch, self._algorithm.value_loss)
+            per_step.append(self._critic.apply_gradients())
+        return _mean_over_steps(per_step)
+
+    def save(self, folder: Path) -> list[Path]:
+        """Everything that learning goes on from; the files this rank wrote."""
+        files = self._policy.save(folder)
+        if self._critic is not None:
+            files += self._critic.save(folder / CRITIC_FOLDER)
+        if self._rank == 0:
+            (folder / STATE_FILE).write_text(self._state.model_dump_json())
+            files.append(folder / STATE_FILE)
+        return files
+
+    def load(self, folder: Path) -> None:
+        self._policy.load(folder)
+        if self._critic is not None:
+            self._critic.load(folder / CRITIC_FOLDER)
+        # Checkpoints written before credit had a state have none.
+        state = folder / STATE_FILE
+        self._state = CreditState.model_validate_json(state.read_bytes()) if state.exists() else CreditState()
+
+    def load_frozen(self, name: str, folder: Path) -> None:
+        self._policy.load_frozen(name, folder)
+
+    def build_teachers(self) -> None:
+        """Those that are models of their own; those that are runs are loaded with `load_frozen`."""
+        if isinstance(self._config.algorithm, Distillation):
+            for number, teacher in enumerate(self._config.algorithm.teachers):
+                if teacher.kind == "pretrained":
+                    self._policy.build_frozen(teacher_name(number), teacher.model)
+
+    def _with_signals(self, batch: GradedBatch) -> CreditInputs:
+        """What credit needs to know of the tokens, computed by all ranks together, each for its share."""
+        signals, inputs = self._algorithm.credit_signals, batch.credit
+        if not signals:
+            return inputs
+        num_tokens, num_samples = len(inputs.outcomes.sequence_N), len(batch.samples)
+        counts = GlobalCounts(num_tokens, num_samples)
+        limits, everyone = self._limits(), range(num_samples)
+        shares = self._micro_batches(batch.samples, untaught(num_tokens), everyone, counts, limits)
+        outcomes = inputs.outcomes
+        if Signal.VALUES in signals:
+            assert self._critic is not None
+            found = [self._critic.values(share) for share in shares]
+            outcomes = replace(
+                outcomes,
+                values_N=_gather(num_tokens, [(s.place_N, v.values_N) for s, v in zip(shares, found, strict=True)]),
+                final_values_S=_gather(
+                    num_samples, [(s.sample_S, v.final_values_S) for s, v in zip(shares, found, strict=True)]
+                ),
+            )
+        if Signal.TEACHER in signals:
+            outcomes = replace(outcomes, **self._taught(shares, inputs))
+
+        def per_token(score: Callable[[MicroBatch], Tensor]) -> Tensor:
+            return _gather(num_tokens, [(share.place_N, score(share)) for share in shares])
+
+        scores: dict[Signal, Callable[[MicroBatch], Tensor]] = {
+            Signal.ANCHOR: lambda share: self._policy.logprobs(share, Policy.CURRENT),
+            Signal.REFERENCE: lambda share: self._policy.logprobs(share, Policy.REFERENCE),
+            Signal.DIVERGENCE: self._policy.divergences,
+        }
+        names = {
+            Signal.ANCHOR: "anchor_logprobs_N",
+            Signal.REFERENCE: "reference_logprobs_N",
+            Signal.DIVERGENCE: "divergences_N",
+        }
+        asked: dict[str, Any] = {names[signal]: per_token(score) for signal, score in scores.items() if signal in signals}
+        return replace(inputs, outcomes=outcomes, **asked)
+
+    def _taught(self, shares: list[MicroBatch], inputs: CreditInputs) -> dict[str, Tensor]:
+        """Logprobs of every teacher, and how much each counts: nothing outside its domains."""
+        assert isinstance(self._config.algorithm, Distillation)
+        teachers, sequence_N = self._config.algorithm.teachers, inputs.outcomes.sequence_N
+        logprobs = [
+            _gather(len(sequence_N), [(share.place_N, self._policy.logprobs(share, teacher_name(k))) for share in shares])
+            for k in range(len(teachers))
+        ]
+        weights_KD = torch.tensor(
+            [[t.weight * (not t.domains or domain in t.domains) for domain in inputs.domains] for t in teachers],
+            dtype=torch.float64,
+        )
+        return {
+            "teacher_logprobs_KN": torch.stack(logprobs),
+            "teacher_weights_KN": weights_KD[:, inputs.domain_S][:, sequence_N],
+        }
+
+    def _pulling(self, batch: GradedBatch, credit: Credit) -> Sequence[int]:
+        """Samples that have a gradient: all of them, unless zero advantages are known to have none."""
+        if not self._algorithm.skips_zero_advantages:
+            return range(len(batch.samples))
+        sequence_N = batch.credit.outcomes.sequence_N
+        return torch.unique(sequence_N[credit.advantages_N != 0]).tolist()
+
+    def _prepare_step(
+        self, samples: Sequence[Sample], tokens: TokenData, step: list[int], pulling: set[int]
+    ) -> tuple[MicroBatch, ...]:
+        """Samples without a gradient still count in the denominators."""
+        counts = _counts([samples[number] for number in step])
+        chosen = [number for number in step if number in pulling]
+        micro_batches = self._micro_batches(samples, tokens, chosen, counts, self._limits())
+        return tuple(self._with_loss_signals(micro_batch) for micro_batch in micro_batches)
+
+    def _with_loss_signals(self, micro_batch: MicroBatch) -> MicroBatch:
+        signals = self._algorithm.loss_signals
+        if Signal.ANCHOR in signals and micro_batch.tokens.anchor_logprobs_N is None:
+            micro_batch = micro_batch.with_signals(anchor_logprobs_N=self._policy.logprobs(micro_batch, Policy.CURRENT))
+        if Signal.REFERENCE in signals and micro_batch.tokens.reference_logprobs_N is None:
+            micro_batch = micro_batch.with_signals(reference_logprobs_N=self._policy.logprobs(micro_batch, Policy.REFERENCE))
+        return micro_batch
+
+    def _micro_batches(
+        self,
+        samples: Sequence[Sample],
+        tokens: TokenData,
+        chosen: Sequence[int],
+        counts: GlobalCounts,
+        limits: PackingLimits,
+    ) -> list[MicroBatch]:
+        return build_micro_batches(
+            samples, tokens, chosen=chosen, counts=counts, rank=self._rank, num_ranks=self._num_ranks, limits=limits
+        )
+
+    def _limits(self) -> PackingLimits:
+        training = self._config.training
+        return PackingLimits(training.micro_batch_tokens, training.row_tokens, training.packing)
+
+
+def teacher_name(number: int) -> str:
+    return f"teacher {number}"
+
+
+def _token_data(inputs: CreditInputs, credit: Credit) -> TokenData:
+    outcomes = inputs.outcomes
+    assert outcomes.sampler_logprobs_N is not None
+    optional = {
+        "anchor_logprobs_N": inputs.anchor_logprobs_N,
+        "reference_logprobs_N": inputs.reference_logprobs_N,
+        "values_N": outcomes.values_N,
+        "returns_N": credit.returns_N,
+    }
+    return TokenData(
+        sampler_logprobs_N=outcomes.sampler_logprobs_N.float(),
+        turn_N=outcomes.turn_N,
+        advantages_N=credit.advantages_N.float(),
+        weights_N=credit.weights_S[outcomes.sequence_N].float(),
+        **{name: tensor.float() for name, tensor in optional.items() if tensor is not None},
+    )
+
+
+def _gather(size: int, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Values at their places in the batch, from all ranks: every place is some rank's."""
+    values = torch.zeros(size, dtype=torch.float64)
+    for place, part in parts:
+        values[place] = part.double()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
+        values = values.to(device)
+        dist.all_reduce(values)
+    return values.cpu()
+
+
+def _counts(samples: Sequence[Sample]) -> GlobalCounts:
+    return GlobalCounts(float(_trained_tokens(samples)), float(len(samples)))
+
+
+def _trained_tokens(samples: Sequence[Sample]) -> int:
+    return sum(sample.num_trained_tokens for sample in samples)
+
+
+def _mean_over_steps(per_step: list[Metrics]) -> Metrics:
+    names = dict.fromkeys(name for metrics in per_step for name in metrics)
+    return {name: mean(metrics[name] for metrics in per_step if name in metrics) for name in names}
+
+
+def _split_evenly(numbers: list[int], parts: int) -> list[list[int]]:
+    """Consecutive parts whose sizes differ by at most one; whole groups stay together when none of them failed."""
+    bounds = [len(numbers) * part // parts for part in range(parts + 1)]
+    return [numbers[start:end] for start, end in pairwise(bounds) if end > start]
