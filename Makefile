@@ -1,6 +1,7 @@
 # make quickstart   a small model learns, in minutes, on this machine
 # make test         everything: set-up, checks, unit and integration tests
 # make check        the fast half: format, lint, types, import contracts, unit tests
+# make docs         write docs/algorithms.md from the catalogue
 # make test-gpu     the backend and the engine on a GPU, where there is one
 
 PYTHON ?= python3
@@ -8,13 +9,16 @@ VENV := .venv
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test check test-gpu setup setup-test setup-bench
+.PHONY: quickstart test check docs test-gpu setup setup-test setup-bench
 
 quickstart: setup
 	$(BIN)/roll run configs/runs/quickstart.yaml
 
 test: check
 	$(BIN)/pytest tests/contracts tests/integration
+
+docs: setup
+	$(BIN)/python -m roll_core.algorithms.guide > docs/algorithms.md
 
 test-gpu: setup-test
 	$(BIN)/pytest tests/gpu

@@ -66,8 +66,9 @@ def _take_down(job: submitit.Job[Any]) -> None:
 
 
 def _last_line(error: Exception) -> str:
-    """What a traceback comes down to; submitit's messages carry the leg's own."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip(" -=")]
+    """What a traceback comes down to; submitit's messages carry the leg's own, and then say where its logs are."""
+    trace = str(error).split("You can check full logs")[0]
+    lines = [line.strip() for line in trace.splitlines() if line.strip(" -=")]
     return lines[-1] if lines else type(error).__name__
 
 

@@ -131,6 +131,7 @@ class NormalizingUpdate(PolicyUpdate):
     """For algorithms without a baseline of their own: rewards can be normalised."""
 
     shaping: NormalizingConfig = NormalizingConfig()
+    """As in every algorithm, and with `normalize`."""
     domains: Mapping[str, NormalizingConfig] = {}
     """Shaping for the problems of a domain, instead of `shaping`."""
 
@@ -166,7 +167,7 @@ class Reinforce(NormalizingUpdate):
     """Per token."""
 
 
-class ReinforcePlusPlus(ClippedUpdate, NormalizingUpdate):
+class ReinforcePlusPlus(NormalizingUpdate, ClippedUpdate):
     """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262)."""
 
     kind: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
@@ -222,7 +223,7 @@ class CriticConfig(Section):
     """Iterations in which the critic learns and the policy does not move."""
 
 
-class Ppo(ClippedUpdate, NormalizingUpdate):
+class Ppo(NormalizingUpdate, ClippedUpdate):
     """Proximal Policy Optimization (Schulman et al. 2017, arXiv 1707.06347) with generalised advantages and a critic."""
 
     own_signals: ClassVar[frozenset[Signal]] = frozenset({Signal.VALUES})
@@ -263,7 +264,7 @@ class Gigpo(ClippedUpdate):
     aggregation: Aggregation = Aggregation.SEQUENCE_MEAN_TOKEN_MEAN
 
 
-class TurnReinforce(ClippedUpdate, NormalizingUpdate):
+class TurnReinforce(NormalizingUpdate, ClippedUpdate):
     """One return per turn, the same for all of its tokens (ROLL's agentic REINFORCE, arXiv 2506.06122)."""
 
     kind: Literal["turn_reinforce"] = "turn_reinforce"
@@ -281,6 +282,8 @@ class StepReinforce(ClippedUpdate):
 
 
 class PretrainedTeacher(Section):
+    """A model of its own."""
+
     kind: Literal["pretrained"] = "pretrained"
     model: ModelConfig
     """Must read the same tokens as the policy."""

@@ -6,7 +6,7 @@
 import difflib
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -133,31 +133,46 @@ def _locate(loc: tuple[int | str, ...]) -> tuple[type[BaseModel], list[str]]:
     section: type[BaseModel] = RunConfig
     key: list[str] = []
     variants: dict[str, type[BaseModel]] = {}
+    names_a_member = False
     for part in loc:
         if part in variants:
             section, variants = variants[str(part)], {}
             continue
         key.append(str(part))
+        if names_a_member:  # the number or key of one of several sections
+            names_a_member = False
+            continue
         field = section.model_fields.get(str(part))
         if field is None:
             continue
-        members = [m for m in _union_members(field.annotation) if isinstance(m, type) and issubclass(m, BaseModel)]
+        members, names_a_member = _sections_of(field.annotation)
         if len(members) == 1:
             section = members[0]
         variants = {m.model_fields["kind"].default: m for m in members if "kind" in m.model_fields}
     return section, key
 
 
-def _union_members(annotation: Any) -> tuple[Any, ...]:
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return typing.get_args(annotation)
-    return (annotation,)
+def _sections_of(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
+    """The sections a field may hold, and whether it holds several of them, in a list or by name."""
+    several = False
+    if typing.get_origin(annotation) in (tuple, list, dict, Mapping):
+        several = True
+        annotation = [a for a in typing.get_args(annotation) if a is not Ellipsis][-1]
+    if typing.get_origin(annotation) is typing.Annotated:
+        annotation = typing.get_args(annotation)[0]
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    members = typing.get_args(annotation) if is_union else (annotation,)
+    return [m for m in members if isinstance(m, type) and issubclass(m, BaseModel)], several
 
 
 def _suggestion(section: type[BaseModel], wrong: str) -> str:
+    """The nearest key, and all of them where none is near or where another variant may have been meant."""
     names = list(section.model_fields)
     near = difflib.get_close_matches(wrong, names, n=1, cutoff=0.5)
-    return f"; did you mean '{near[0]}'?" if near else f"; valid keys here: {', '.join(names)}"
+    guess = f"; did you mean '{near[0]}'?" if near else ""
+    if "kind" in names:
+        return f"{guess or ';'} {section.model_fields['kind'].default} has the keys: {', '.join(names)}"
+    return guess or f"; valid keys here: {', '.join(names)}"
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:

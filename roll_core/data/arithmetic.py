@@ -21,6 +21,10 @@ class ArithmeticSource:
         self._config = config
         self._seed = seed
 
+    @property
+    def domains(self) -> frozenset[str]:
+        return frozenset({self._config.puzzle.value})
+
     def problem(self, index: int) -> Problem:
         rng = random.Random(derive_seed(self._seed, "problem", index))
         while True:

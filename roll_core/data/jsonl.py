@@ -17,6 +17,10 @@ class JsonlSource:
         self._held_out = read_problems("problems.held_out", Path(config.held_out))
         self._order = lru_cache(maxsize=2)(lambda epoch: _shuffled(len(self._train), derive_seed(seed, "epoch", epoch)))
 
+    @property
+    def domains(self) -> frozenset[str]:
+        return frozenset(problem.domain for problem in self._train)
+
     def problem(self, index: int) -> Problem:
         epoch, position = divmod(index, len(self._train))
         return self._train[self._order(epoch)[position]]

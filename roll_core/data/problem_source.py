@@ -12,6 +12,11 @@ from roll_core.types.trajectory import Demonstration, Problem
 
 
 class ProblemSource(Protocol):
+    @property
+    def domains(self) -> frozenset[str]:
+        """Every domain a training problem may be of."""
+        ...
+
     def problem(self, index: int) -> Problem:
         """The training problem at a position of the endless stream."""
         ...

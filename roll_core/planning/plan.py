@@ -27,9 +27,16 @@ def _run(config: RunConfig) -> PlanSection:
             ("model", _model(config.model)),
             ("problems", f"{config.problems.kind}, graded by {config.reward.kind}"),
             ("algorithm", config.algorithm.kind),
+            ("signals", _signals(config)),
             ("config digest", digest_of(config.model_dump_json(indent=1).encode())[:16]),
         ),
     )
+
+
+def _signals(config: RunConfig) -> str:
+    algorithm = config.algorithm
+    signals = algorithm.credit_signals | algorithm.loss_signals(config.training.optimizer_steps)
+    return ", ".join(sorted(signals)) or "none: nothing is computed before the update"
 
 
 def _model(model: ModelConfig) -> str:
@@ -55,6 +62,11 @@ def _stages(config: RunConfig) -> PlanSection:
     rows = [
         ("collect", f"{config.rollout.num_groups} problems x {config.rollout.group_size} trajectories"),
         ("prepare", "advantages, declared logprobs, packing"),
+        *(
+            [("update critic", f"{config.training.optimizer_steps} optimizer step(s)")]
+            if config.algorithm.has_critic
+            else []
+        ),
         ("update", f"{config.training.optimizer_steps} optimizer step(s)"),
         ("publish", "engines adopt the new weights"),
         ("evaluate", f"every {config.evaluation.every} iterations, {config.evaluation.num_problems} held-out problems"),

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from roll_core.config.algorithm import Distillation, PretrainedTeacher, RunTeacher
 from roll_core.config.model import PretrainedModel
 from roll_core.config.placement import DeviceKind
 from roll_core.config.run import RunConfig
@@ -10,6 +11,7 @@ from roll_core.data.problem_source import build_source
 from roll_core.errors import UserError
 from roll_core.rollout.renderer import build_renderer
 from roll_core.store.object_store import ObjectStore
+from roll_core.store.runs import find_run, read_chain, read_config
 
 
 def check_ready(config: RunConfig) -> None:
@@ -19,7 +21,9 @@ def check_ready(config: RunConfig) -> None:
         raise UserError(f"model.path: no Hugging Face model in {model.path} (config.json is missing)")
     _check_devices(config)
     _check_prompts(config)
+    _check_domains(config)
     ObjectStore(config.store.uri).check_writable()
+    _check_teachers(config)
     _check_folder("work_dir", Path(config.work_dir))
     if config.tracking.uri.startswith("sqlite:///"):
         _check_folder("tracking.uri", Path(config.tracking.uri.removeprefix("sqlite:///")).parent)
@@ -54,6 +58,36 @@ def _check_prompts(config: RunConfig) -> None:
                 f"model.max_positions ({config.model.max_positions}) is too small for problem {problem.problem_id}: "
                 f"its prompt has {num_tokens} tokens, and rollout.max_new_tokens adds {config.rollout.max_new_tokens}"
             )
+
+
+def _check_domains(config: RunConfig) -> None:
+    """A domain that no problem has would be a setting that does nothing."""
+    named = {"algorithm.domains": set(config.algorithm.domains)}
+    if isinstance(config.algorithm, Distillation):
+        for number, teacher in enumerate(config.algorithm.teachers):
+            named[f"algorithm.teachers.{number}.domains"] = set(teacher.domains)
+    known = build_source(config.problems, config.seed).domains
+    for key, domains in named.items():
+        if unknown := sorted(domains - known):
+            raise UserError(f"{key}: no problem is of domain '{unknown[0]}'; domains: {', '.join(sorted(known))}")
+
+
+def _check_teachers(config: RunConfig) -> None:
+    if not isinstance(config.algorithm, Distillation):
+        return
+    store = ObjectStore(config.store.uri)
+    for number, teacher in enumerate(config.algorithm.teachers):
+        key = f"algorithm.teachers.{number}"
+        match teacher:
+            case RunTeacher():
+                run = find_run(store, teacher.run_id, f"{key}.run_id")
+                if read_config(run).model != config.model:
+                    raise UserError(f"{key}.run_id: {teacher.run_id} trained another model: give this run the same `model`")
+                if not any(manifest.checkpoint for manifest in read_chain(store, teacher.run_id)):
+                    raise UserError(f"{key}.run_id: {teacher.run_id} has no checkpoint yet: wait for it or name another run")
+            case PretrainedTeacher(model=PretrainedModel() as model):
+                if not (Path(model.path) / "config.json").is_file():
+                    raise UserError(f"{key}.model.path: no Hugging Face model in {model.path} (config.json is missing)")
 
 
 def _check_folder(key: str, folder: Path) -> None:

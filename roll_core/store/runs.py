@@ -24,13 +24,13 @@ def open_run(store: ObjectStore, config: RunConfig) -> RunRef:
         return RunRef(run_id=run_id, store_uri=store.uri, config_digest=digest_of(config_json))
 
 
-def find_run(store: ObjectStore, run_id: str) -> RunRef:
-    """The run of that name."""
+def find_run(store: ObjectStore, run_id: str, asked_by: str = "RUN") -> RunRef:
+    """The run of that name; `asked_by` is the key or argument that named it."""
     try:
         config_json = store.read(f"runs/{run_id}/config.json")
     except FileNotFoundError:
         known = ", ".join(list(store.list("runs"))[-8:]) or "none yet"
-        raise UserError(f"RUN: there is no run '{run_id}' in {store.uri}; runs there: {known}") from None
+        raise UserError(f"{asked_by}: there is no run '{run_id}' in {store.uri}; runs there: {known}") from None
     return RunRef(run_id=run_id, store_uri=store.uri, config_digest=digest_of(config_json))
 
 

@@ -94,6 +94,8 @@ class Learner:
     def prepare(self, trajectories: Sequence[Trajectory]) -> PreparedBatch:
         """Declared signals, advantages, packing: everything that can be known before the policy moves."""
         batch = build_batch(trajectories)
+        if not batch.samples:
+            return PreparedBatch((), self._state, num_samples=0, num_trained_tokens=0, metrics={})
         inputs = self._with_signals(batch)
         credit, next_state = assign_credit(inputs, self._algorithm.credit, self._state)
         tokens = _token_data(inputs, credit)

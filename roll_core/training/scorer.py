@@ -107,6 +107,8 @@ class _ScoreTokens(torch.autograd.Function):
         hidden_NH, output_VH, targets_N, reference_NH, reference_VH, normalizers_N, entropies_N, divergences_N = (
             ctx.saved_tensors
         )
+        if grad_logprobs_N is None and grad_entropies_N is None and grad_divergences_N is None:
+            return (None,) * 7
         arithmetic: _Arithmetic = ctx.arithmetic
         output = output_VH.to(arithmetic.dtype)
         grad_hidden_NH = torch.empty_like(hidden_NH)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from roll_core.algorithms.inputs import LossFn, LossInputs
 from roll_core.batching.micro_batch import MicroBatch
 from roll_core.config.model import ModelConfig
+from roll_core.errors import RollError
 from roll_core.training.base import Policy
 from roll_core.training.scorer import Reference, Scored, TokenScorer
 from roll_core.training.torch_trained import TorchSettings, TorchTrained, whole, world_size
@@ -64,7 +65,8 @@ class TorchBackend(TorchTrained):
     def build_frozen(self, name: str, model: ModelConfig) -> None:
         frozen = _build_scorer(model, self._settings)
         theirs, ours = (scorer.model.config.vocab_size for scorer in (frozen, self._scorer))
-        assert theirs == ours, f"{name} has a vocabulary of {theirs} tokens, the policy one of {ours}"
+        if theirs != ours:
+            raise RollError(f"algorithm.teachers: {name} has a vocabulary of {theirs} tokens, the policy one of {ours}")
         self._frozen[name] = frozen.requires_grad_(False)
 
     @torch.no_grad()

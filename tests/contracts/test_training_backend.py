@@ -1,29 +1,51 @@
 """What every training backend must do: the same loss and gradients however a batch is cut, and checkpoints that reshard."""
 
+import itertools
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from roll_core.algorithms.catalog import build_algorithm
 from roll_core.algorithms.inputs import LossFn
+from roll_core.algorithms.values import clipped_value_loss
 from roll_core.batching.micro_batch import MicroBatch
 from roll_core.batching.packing import PackingLimits, plan_ranks
-from roll_core.config.algorithm import Aggregation, AlgorithmConfig, Grpo
+from roll_core.config.algorithm import Aggregation, AlgorithmConfig, Grpo, Gspo, KlLossConfig, Ppo, RatioLevel
+from roll_core.config.correction import CorrectionConfig, CorrectionLevel, FilterConfig, WeightingConfig
 from roll_core.config.model import Architecture, ScratchModel
+from roll_core.config.shaping import KlEstimator
 from roll_core.config.training import OptimizerConfig, Packing, TrainingConfig
 from roll_core.training.base import Policy
+from roll_core.training.learner import Learner
 from roll_core.training.torch_backend import TorchBackend
+from roll_core.training.torch_critic import TorchCritic
 from roll_core.training.torch_trained import TorchSettings
 from tests.micro_batches import cut, random_tokens
-from tests.support import random_samples
+from tests.support import random_samples, tiny_config, trajectory
 
 NUM_SAMPLES = 12
 MODEL = ScratchModel(max_positions=32)
 ALGORITHM = Grpo(entropy_coefficient=0.01, aggregation=Aggregation.SEQUENCE_MEAN_TOKEN_MEAN)
+LOSSES: dict[str, AlgorithmConfig] = {
+    "tokens": ALGORITHM,
+    "sequences": Gspo(
+        level=RatioLevel.TURN,
+        aggregation=Aggregation.FIXED_LENGTH,
+        correction=CorrectionConfig(
+            weighting=WeightingConfig(level=CorrectionLevel.GEOMETRIC),
+            filters=(FilterConfig(level=CorrectionLevel.SEGMENT, lower=0.01, upper=50.0),),
+        ),
+    ),
+    "vocabulary": Grpo(kl_loss=KlLossConfig(coefficient=0.5, estimator=KlEstimator.FULL)),
+    "values": Ppo(),
+}
+"""Losses whose terms reach over a token, a turn, a sequence and the vocabulary, and the critic's."""
 
 
 @dataclass(frozen=True)
@@ -75,19 +97,42 @@ def new_backend(layout: Layout, model: ScratchModel = MODEL) -> TorchBackend:
     return backend
 
 
+def new_critic(layout: Layout) -> TorchCritic:
+    training = TrainingConfig(
+        activation_checkpointing=layout.activation_checkpointing, logprob_chunk_tokens=layout.chunk_tokens
+    )
+    critic = TorchCritic(MODEL, TorchSettings(training, seed=3, temperature=1.0, device=torch.device("cpu")))
+    critic.start_optimizer(OptimizerConfig(learning_rate=1e-3, max_gradient_norm=1e9), total_steps=10)
+    torch.manual_seed(0)
+    # a head that is not zero, so that the trunk has a gradient too
+    head = torch.nn.init.normal_(torch.empty(1, MODEL.hidden_size), std=0.1)
+    set_model_state_dict(critic._scorer, {"head.weight": head}, options=StateDictOptions(full_state_dict=True, strict=False))
+    return critic
+
+
 def micro_batches(layout: Layout, rank: int) -> list[MicroBatch]:
     samples = random_samples(NUM_SAMPLES)
     found = cut(samples, layout.limits, random_tokens(samples), rank=rank, num_ranks=layout.num_ranks)
     return found[::-1] if layout.reverse else found
 
 
-def loss_and_gradients(layout: Layout, rank: int) -> tuple[float, dict[str, torch.Tensor], int]:
-    backend = new_backend(layout)
+def loss_and_gradients(layout: Layout, name: str, rank: int) -> tuple[float, dict[str, torch.Tensor], int]:
     parts = micro_batches(layout, rank)
-    for micro_batch in parts:
-        backend.accumulate(micro_batch, loss_of(ALGORITHM))
-    gradients = {name: gradient.clone() for name, gradient in backend.gradients()}
-    return backend.apply_gradients()["update/loss"], gradients, len(parts)
+    backend: TorchBackend | TorchCritic
+    if name == "values":
+        backend = new_critic(layout)
+        for micro_batch in parts:
+            backend.accumulate(micro_batch, partial(clipped_value_loss, value_clip=0.2))
+    else:
+        backend = new_backend(layout)
+        # another architecture, so that the two distributions differ
+        backend.build_frozen(Policy.REFERENCE, ScratchModel(max_positions=32, architecture=Architecture.LLAMA))
+        accumulate = backend.accumulate_beside_reference if name == "vocabulary" else backend.accumulate
+        for micro_batch in parts:
+            accumulate(micro_batch, loss_of(LOSSES[name]))
+    gradients = {weight: gradient.clone() for weight, gradient in backend.gradients()}
+    metrics = backend.apply_gradients()
+    return metrics["critic/loss" if name == "values" else "update/loss"], gradients, len(parts)
 
 
 def _in_rank(rank: int, num_ranks: int, folder: str) -> None:
@@ -95,10 +140,10 @@ def _in_rank(rank: int, num_ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting-{num_ranks}", rank=rank, world_size=num_ranks)
     try:
-        for name, layout in LAYOUTS.items():
+        for (name, layout), loss in itertools.product(LAYOUTS.items(), LOSSES):
             if layout.num_ranks == num_ranks:
-                result = loss_and_gradients(layout, rank)
-                torch.save(result, f"{folder}/{name} by rank {rank}")
+                torch.save(loss_and_gradients(layout, loss, rank), f"{folder}/{name}, {loss} by rank {rank}")
+        learn(rank, num_ranks, Path(folder))
         if num_ranks == 2:
             _save(rank, Path(folder))
         else:
@@ -136,23 +181,52 @@ def rank_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected():
-    return loss_and_gradients(REFERENCE, 0)
+    return {loss: loss_and_gradients(REFERENCE, loss, 0) for loss in LOSSES}
 
 
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_loss_and_gradients_do_not_depend_on_how_the_batch_is_cut(name, expected, request):
+def test_loss_and_gradients_do_not_depend_on_how_the_batch_is_cut(name, loss, expected, request):
     layout = LAYOUTS[name]
     if layout.num_ranks == 1:
-        loss, gradients, cuts = loss_and_gradients(layout, 0)
+        found, gradients, cuts = loss_and_gradients(layout, loss, 0)
     else:
         folder = request.getfixturevalue("rank_folder")
-        loss, gradients, cuts = torch.load(folder / f"{name} by rank {layout.num_ranks - 1}")
+        found, gradients, cuts = torch.load(folder / f"{name}, {loss} by rank {layout.num_ranks - 1}")
     assert (cuts > 1) == (layout.micro_batch_tokens < 4096)
-    assert loss == pytest.approx(expected[0], rel=1e-5)
-    assert gradients.keys() == expected[1].keys()
+    assert found == pytest.approx(expected[loss][0], rel=1e-5)
+    assert gradients.keys() == expected[loss][1].keys()
     for weight, gradient in gradients.items():
-        scale = expected[1][weight].abs().max().item()
-        torch.testing.assert_close(gradient, expected[1][weight], rtol=1e-5, atol=1e-5 * scale)
+        scale = expected[loss][1][weight].abs().max().item()
+        torch.testing.assert_close(gradient, expected[loss][1][weight], rtol=1e-5, atol=2e-5 * scale)
+
+
+def learn(rank: int, num_ranks: int, folder: Path) -> None:
+    """Two iterations of PPO with a KL in the reward, on this rank's share; rank 0 leaves weights and metrics behind."""
+    algorithm = {"kind": "ppo", "shaping": {"kl": {"estimator": "k3", "adaptive": {"target": 0.1}}, "normalize": {}}}
+    config = tiny_config(folder, algorithm=algorithm, training={"optimizer": {"learning_rate": 1e-3}, "optimizer_steps": 2})
+    learner = Learner(config, rank=rank, num_ranks=num_ranks, device=torch.device("cpu"))
+    learner.save(folder / f"start-{num_ranks}")
+    learner.load_frozen(Policy.REFERENCE, folder / f"start-{num_ranks}")
+    for iteration in (1, 2):
+        prepared = learner.prepare(
+            [trajectory(g, a, float(a % 3 == 0), completion=1 + a) for g in range(3) for a in range(4)]
+        )
+        critic = learner.update_critic(prepared)
+        metrics = prepared.metrics | critic | learner.update(prepared, iteration)
+    weights = dict(learner.weights())
+    if rank == 0:
+        torch.save((weights, metrics), folder / f"learned by {num_ranks}")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_several_ranks_learn_what_one_learns(num_ranks, rank_folder, tmp_path):
+    learn(0, 1, tmp_path)
+    expected, expected_metrics = torch.load(tmp_path / "learned by 1")
+    weights, metrics = torch.load(rank_folder / f"learned by {num_ranks}")
+    assert metrics == pytest.approx(expected_metrics, rel=1e-3, abs=1e-6)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-5)
 
 
 def test_skipping_zero_advantages_changes_no_gradient():

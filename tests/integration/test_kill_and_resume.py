@@ -69,9 +69,21 @@ def test_a_run_survives_a_lost_trainer_by_itself(workspace):
     assert workspace.chain()[-1].iteration == 40
 
 
-def test_a_recovered_policy_is_the_one_that_was_lost(workspace):
+ADAPTIVE_PPO = (
+    "algorithm={kind: ppo, critic: {optimizer: {learning_rate: 1.0e-3}, warmup_iterations: 2}, "
+    "shaping: {kl: {adaptive: {target: 0.1, horizon: 100}}, normalize: {mean: running, std: running}}}"
+)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "checkpoint_every"),
+    [("algorithm={kind: grpo}", 25), (ADAPTIVE_PPO, 3)],
+    ids=["grpo, from the start", "ppo with critic, running moments and adaptive KL, from a checkpoint"],
+)
+def test_a_recovered_policy_is_the_one_that_was_lost(workspace, algorithm, checkpoint_every):
     """The next leg replays updates from stored rollouts; its next rollouts must equal those of a run that never broke."""
-    settings = ["--set", "iterations=40", "--set", "checkpoint.every=25", "--set", "legs.max_failures=0"]
+    settings = ["iterations=40", f"checkpoint.every={checkpoint_every}", "legs.max_failures=0", algorithm]
+    settings = [part for setting in settings for part in ("--set", setting)]
     assert workspace.roll("run", str(workspace.config), *settings).returncode == 0
     process = workspace.start("run", str(workspace.config), *settings)
     workspace.wait_for_iteration(4, "tiny-2")
@@ -80,8 +92,9 @@ def test_a_recovered_policy_is_the_one_that_was_lost(workspace):
     assert workspace.roll("resume", "tiny-2").returncode == 0
     unbroken, broken = workspace.chain("tiny-1"), workspace.chain("tiny-2")
     assert {m.leg for m in broken} == {1, 2}
-    rewards = [[m.metrics.get("reward/mean") for m in chain] for chain in (unbroken, broken)]
-    assert rewards[0] == rewards[1]
+    for name in ("reward/mean", "reward/kl_coefficient", "critic/value"):
+        values = [[m.metrics.get(name) for m in chain] for chain in (unbroken, broken)]
+        assert values[0] == values[1], name
 
 
 def test_ctrl_c_leaves_a_resumable_run_and_says_how(workspace):

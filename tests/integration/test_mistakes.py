@@ -40,6 +40,26 @@ def test_a_missing_model(workspace):
     assert_refused(workspace.roll("run", str(workspace.config), *settings), "model.path: no Hugging Face model in /nowhere")
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["algorithm.domains={math: {}}"], "algorithm.domains: no problem is of domain 'math'; domains: sort"),
+        (
+            ["algorithm.kind=distillation", "algorithm.teachers=[{kind: run, run_id: tiny-9}]"],
+            "algorithm.teachers.0.run_id: there is no run 'tiny-9'",
+        ),
+        (
+            ["algorithm.kind=gspo", "algorithm.step_weight=1"],
+            "algorithm.step_weight is not a key; gspo has the keys: shaping,",
+        ),
+        (["algorithm.kind=rlo"], "algorithm.kind is 'rlo', expected one of 'reinforce', 'reinforce_plus_plus', 'grpo'"),
+    ],
+)
+def test_an_algorithm_that_cannot_be(workspace, settings, says):
+    done = workspace.roll("run", str(workspace.config), *(part for s in settings for part in ("--set", s)))
+    assert_refused(done, says)
+
+
 def test_a_prompt_that_cannot_fit(workspace):
     done = workspace.roll("run", str(workspace.config), "--set", "problems.digits=30")
     assert_refused(done, "model.max_positions (32) is too small for problem sort/held-out/0: its prompt has 31 tokens")

@@ -33,28 +33,29 @@ def advantage_inputs(
     turn_rewards: list[list[float]] | None = None,
     states: list[list[int]] | None = None,
     truncated: list[bool] | None = None,
-    **per_token: list | None,
+    **further: list | None,
 ) -> AdvantageInputs:
     """`turns` holds the number of tokens of each turn of each trajectory; by default each has one turn of one token, all are
-    of group 0, nothing is paid by turns, nothing is cut off. `per_token` are further fields of AdvantageInputs, as lists.
+    of group 0, nothing is paid by turns, nothing is cut off. `further` are other fields of AdvantageInputs, as lists.
 
     Example: advantage_inputs([1, 0], turns=[[2, 1], [3]], turn_rewards=[[0.5, 0], [0]], values_N=[0.1] * 6)
     """
     turns = turns or [[1] for _ in rewards]
     turn_rewards = turn_rewards or [[0.0] * len(lengths) for lengths in turns]
     states = states or [[0] * len(lengths) for lengths in turns]
-    sequence_T = torch.tensor([number for number, lengths in enumerate(turns) for _ in lengths])
-    lengths_T = torch.tensor([length for lengths in turns for length in lengths])
+    sequence_T = [number for number, lengths in enumerate(turns) for _ in lengths]
+    lengths_T = [length for lengths in turns for length in lengths]
+    turn_N = [turn for turn, length in enumerate(lengths_T) for _ in range(length)]
     return AdvantageInputs(
         rewards_S=floats(rewards),
         group_S=torch.tensor(groups or [0] * len(rewards)),
-        sequence_N=sequence_T.repeat_interleave(lengths_T),
-        turn_N=torch.arange(len(lengths_T)).repeat_interleave(lengths_T),
-        sequence_T=sequence_T,
+        sequence_N=torch.tensor([sequence_T[turn] for turn in turn_N]),
+        turn_N=torch.tensor(turn_N),
+        sequence_T=torch.tensor(sequence_T),
         turn_rewards_T=floats([reward for turn in turn_rewards for reward in turn]),
         state_T=torch.tensor([state for turn in states for state in turn]),
         truncated_S=torch.tensor(truncated or [False] * len(rewards)),
-        **{name: None if numbers is None else floats(numbers) for name, numbers in per_token.items()},
+        **{name: None if numbers is None else floats(numbers) for name, numbers in further.items()},
     )
 
 
@@ -64,7 +65,7 @@ def credit_inputs(
     correct: list[int] | None = None,
     domain: list[int] | None = None,
     domains: tuple[str, ...] = ("sort",),
-    **per_token: list | None,
+    **further: list | None,
 ) -> CreditInputs:
     """By default all are right and of the one domain "sort"."""
     return CreditInputs(
@@ -72,7 +73,7 @@ def credit_inputs(
         correct_S=torch.tensor(correct or [1] * outcomes.num_sequences, dtype=torch.bool),
         domain_S=torch.tensor(domain or [0] * outcomes.num_sequences),
         domains=domains,
-        **{name: None if numbers is None else floats(numbers) for name, numbers in per_token.items()},
+        **{name: None if numbers is None else floats(numbers) for name, numbers in further.items()},
     )
 
 
@@ -134,7 +135,7 @@ def random_batches(
 
 
 def picked(inputs: AdvantageInputs, order: list[int]) -> tuple[AdvantageInputs, Tensor]:
-    """The batch with only these trajectories, in this order, and where each of its tokens was before."""
+    """A random batch with only these of its trajectories, in this order, and where each of its tokens was before."""
     tokens_N = torch.cat([(inputs.sequence_N == number).nonzero()[:, 0] for number in order])
     turns_T = torch.cat([(inputs.sequence_T == number).nonzero()[:, 0] for number in order])
     lengths_T = inputs.turn_N.bincount()
@@ -146,8 +147,7 @@ def picked(inputs: AdvantageInputs, order: list[int]) -> tuple[AdvantageInputs, 
         state_T=inputs.state_T[turns_T],
         truncated_S=inputs.truncated_S[order],
         token_rewards_N=None if inputs.token_rewards_N is None else inputs.token_rewards_N[tokens_N],
-        greedy_rewards_S=None if inputs.greedy_rewards_S is None else inputs.greedy_rewards_S[order],
-        values_N=None if inputs.values_N is None else inputs.values_N[tokens_N],
-        final_values_S=None if inputs.final_values_S is None else inputs.final_values_S[order],
+        values_N=inputs.values_N[tokens_N],
+        final_values_S=inputs.final_values_S[order],
     )
     return chosen, tokens_N

@@ -207,7 +207,7 @@ def random_preference_inputs(seed: int, count: int = 5) -> PreferenceInputs:
 
 
 def gradient(loss: Tensor, leaf: Tensor) -> Tensor:
-    return torch.autograd.grad(loss, leaf)[0]
+    return torch.autograd.grad(loss, leaf, retain_graph=True)[0]
 
 
 def policy_gradient_of(loss: Tensor, inputs: LossInputs) -> list[float]:

@@ -190,12 +190,15 @@ def test_batch_normalized_by_hand():
     # tokens 1 | 0, 0, 0: mean 0.25, variance (0.5625 + 3 * 0.0625) / 3 = 0.25, std 0.5
     advantages = batch_normalized(advantage_inputs([1, 0], turns=[[1], [3]]))
     assert advantages.tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
+    # discounted: 0.5 * 2, 2 | 0: mean 1, std 1
+    advantages = batch_normalized(advantage_inputs([2, 0], turns=[[2], [1]]), discount=0.5)
+    assert advantages.tolist() == pytest.approx([0, 1, -1], abs=1e-5)
 
 
 def test_group_baseline_batch_normalized_by_hand():
-    # minus the group's mean: 0.5, -0.5 | 1, -1; variance over the batch (0.25 + 0.25 + 1 + 1) / 3, std 0.912871
-    advantages = group_baseline_batch_normalized(advantage_inputs([1, 0, 4, 2], [0, 0, 1, 1]))
-    assert advantages.tolist() == pytest.approx([0.547723, -0.547723, 1.095445, -1.095445], abs=1e-5)
+    # minus the group's mean: 0.5, -0.5 | 4, -2, -2; variance over the batch (0.25 + 0.25 + 16 + 4 + 4) / 4, std 2.474874
+    advantages = group_baseline_batch_normalized(advantage_inputs([1, 0, 6, 0, 0], [0, 0, 1, 1, 1]))
+    assert advantages.tolist() == pytest.approx([0.202031, -0.202031, 1.616244, -0.808122, -0.808122], abs=1e-5)
 
 
 @few

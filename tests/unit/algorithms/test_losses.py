@@ -105,10 +105,17 @@ def test_the_ratio_of_a_turn_is_the_geometric_mean_of_its_tokens():
     assert tokens.clipped_N.tolist() == [False, False, True]
 
 
-def test_a_masked_token_does_not_count_in_the_ratio_of_its_sequence():
-    # ratios 4, 1 and a masked 100: still sqrt(4 * 1)
-    inputs = loss_inputs(policy=[2 * LOG_2, 0.0, math.log(100.0)], anchor=[0.0] * 3, mask=[1.0, 1.0, 0.0])
-    assert NO_CLIP(inputs, level=RatioLevel.SEQUENCE).loss_N[:2].tolist() == pytest.approx([-2.0, -2.0])
+def test_a_masked_token_does_not_count_in_what_its_sequence_shares():
+    # ratios 4, 1 and a masked 100. GSPO: still sqrt(4 * 1). TOPR, bounded at 50: 4 * 1. Kimi: (log 4 + log 1)^2 / 2 tokens
+    inputs = loss_inputs(
+        policy=[2 * LOG_2, 1.0, math.log(100.0)], anchor=[0.0, 1.0, 0.0], advantages=[-1.0] * 3, mask=[1.0, 1.0, 0.0]
+    )
+    gspo = NO_CLIP(inputs, level=RatioLevel.SEQUENCE)
+    topr = losses.tapered_off_policy(inputs, positive_weight=1.0, negative_weight=1.0, lower=0.0, upper=50.0)
+    kimi = losses.mirror_descent(inputs, temperature=2.0, level=RatioLevel.SEQUENCE)
+    assert gspo.loss_N[:2].tolist() == pytest.approx([2.0, 2.0])
+    assert topr.loss_N[:2].tolist() == pytest.approx([4 * 2 * LOG_2, 4.0])
+    assert kimi.loss_N[:2].tolist() == pytest.approx([2 * LOG_2 + (2 * LOG_2) ** 2 / 2, 1 + (2 * LOG_2) ** 2 / 2])
 
 
 def test_truncated_importance_weights_are_those_against_the_sampler():
@@ -147,7 +154,7 @@ def test_masking_clipped_importance_weights_removes_what_ppo_would_have_clipped(
 
 def test_tapering_weighs_wrong_sequences_by_the_product_of_their_ratios():
     # sequence one, A=-1: 1/2 * 1/2 = 1/4, times w- = 2: 0.5. Two, A=-1: 2 * 2 = 4, at most 1, times 2: 2. Three, A=1: w+ = 3
-    policy, sampler = [-1.0] * 5, [-1 + LOG_2, -1 + LOG_2, -1 - LOG_2, -1 - LOG_2, 5.0]
+    policy, sampler = [-1.0] * 5, [-1 + LOG_2, -1 + LOG_2, -1 - LOG_2, -1 - LOG_2, -9.0]
     inputs = loss_inputs(
         policy=policy, anchor=[-9.0] * 5, sampler=sampler, advantages=[-1.0] * 4 + [1.0], layout=((2,), (1, 1), (1,))
     )

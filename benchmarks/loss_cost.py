@@ -1,0 +1,150 @@
+"""What advantages and loss cost beside the model: their share of an update of the quickstart's model, and how often
+logits of a whole micro-batch exist.
+
+    python benchmarks/loss_cost.py [--only grpo,ppo] [--repeats 20]
+
+For every algorithm of the catalogue, on 512 random trajectories of the quickstart: the median time of assigning credit,
+of the loss and its gradient (with respect to logprobs, so without the model), and of the whole update. Then the [tokens,
+vocabulary] tensors that one forward and one backward pass allocate.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+from roll_runs import QUICKSTART, machine_load
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from roll_core.algorithms.catalog import TABLE, build_algorithm
+from roll_core.algorithms.credit import CreditState, assign_credit
+from roll_core.batching.micro_batch import MicroBatch
+from roll_core.batching.samples import build_batch
+from roll_core.config.load import load_config
+from roll_core.config.run import RunConfig
+from roll_core.models.characters import VOCABULARY
+from roll_core.training.learner import Learner, PreparedBatch
+from roll_core.training.scorer import Scored
+from roll_core.training.torch_backend import TorchBackend, _loss_inputs
+from roll_core.types.trajectory import GREEDY_ATTEMPT, Ending, Score, Trajectory, Turn
+
+LEFT_OUT = {"distillation": "its teacher is another run"}
+
+
+def trajectories(config: RunConfig) -> list[Trajectory]:
+    rng = random.Random(0)
+    attempts = [*range(config.rollout.group_size), *([GREEDY_ATTEMPT] if config.algorithm.samples_greedily else [])]
+    return [_trajectory(rng, group, attempt) for group in range(config.rollout.num_groups) for attempt in attempts]
+
+
+def _trajectory(rng: random.Random, group: int, attempt: int) -> Trajectory:
+    length = rng.randint(5, 8)
+    prompt = tuple(random.Random(group).randrange(2, 60) for _ in range(6))
+    completion = tuple(rng.randrange(2, 60) for _ in range(length))
+    turn = Turn(prompt, completion, tuple(-4 + rng.random() for _ in range(length)), (0,) * length, "")
+    score = Score(rng.random(), rng.random() < 0.5)
+    return Trajectory(f"sort/{group}", "sort", group, attempt, (turn,), Ending.STOP, score, None)
+
+
+def seconds(act: Callable[[], Any], repeats: int) -> float:
+    act()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        act()
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def measure(config: RunConfig, repeats: int) -> tuple[float, float, float]:
+    """Seconds of credit, of the losses of an iteration, and of its whole update."""
+    learner = Learner(config, rank=0, num_ranks=1, device=torch.device("cpu"))
+    attempts = trajectories(config)
+    prepared, inputs = learner.prepare(attempts), build_batch(attempts).credit
+    if config.algorithm.has_critic:
+        inputs = learner._with_signals(build_batch(attempts))
+    algorithm = build_algorithm(config.algorithm, num_optimizer_steps=1, max_new_tokens=config.rollout.max_new_tokens)
+    micro_batches = [micro_batch for step in prepared.steps for micro_batch in step]
+
+    def losses() -> None:
+        for micro_batch in micro_batches:
+            logprobs_N = micro_batch.tokens.sampler_logprobs_N.clone().requires_grad_()
+            scored = Scored(logprobs_N, torch.ones_like(logprobs_N), None)
+            algorithm.loss(_loss_inputs(micro_batch, scored)).loss.backward()
+
+    def update() -> None:
+        learner.update(prepared, 10**9)
+        if config.algorithm.has_critic:
+            learner.update_critic(prepared)
+
+    credit = seconds(lambda: assign_credit(inputs, algorithm.credit, CreditState()), repeats)
+    return credit, seconds(losses, repeats), seconds(update, repeats)
+
+
+class LogitsCount(TorchDispatchMode):
+    """Counts fresh tensors as large as the logits of a whole micro-batch."""
+
+    def __init__(self, numel: int):
+        super().__init__()
+        self._numel = numel
+        self._seen: set[int] = set()
+        self.fresh = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            is_large = isinstance(tensor, torch.Tensor) and tensor.numel() >= self._numel and tensor.is_floating_point()
+            writes_into_another = func.__name__.split(".")[0].endswith("_") or "out" in (kwargs or {})
+            is_view = is_large and tensor._base is not None
+            if is_large and not writes_into_another and not is_view and tensor.shape[-1] == len(VOCABULARY):
+                self.fresh += 1
+        return out
+
+
+def count_logits(config: RunConfig, prepared: PreparedBatch, chunk_tokens: int) -> tuple[int, int, int]:
+    """Tokens of a micro-batch, and its [tokens, vocabulary] tensors in the forward and in the backward pass."""
+    training = config.training.model_copy(update={"logprob_chunk_tokens": chunk_tokens})
+    learner = Learner(config.model_copy(update={"training": training}), rank=0, num_ranks=1, device=torch.device("cpu"))
+    assert isinstance(learner._policy, TorchBackend)
+    micro_batch: MicroBatch = prepared.steps[0][0]
+    tokens = len(micro_batch.place_N)
+    with LogitsCount(tokens * len(VOCABULARY)) as forward:
+        scored = learner._policy._scorer(micro_batch)
+    with LogitsCount(tokens * len(VOCABULARY)) as backward:
+        (scored.logprobs_N.sum() + 0 * scored.entropies_N.detach().sum()).backward()
+    return tokens, forward.fresh, backward.fresh
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="kinds, separated by commas")
+    parser.add_argument("--repeats", type=int, default=20)
+    options = parser.parse_args()
+    torch.set_num_threads(2)
+    print(machine_load())
+    print(f"{'algorithm':20} credit ms  loss ms  update ms  share of the update")
+    for row in TABLE:
+        if row.kind in LEFT_OUT or (options.only and row.kind not in options.only.split(",")):
+            continue
+        config = load_config(QUICKSTART, [f"algorithm.kind={row.kind}"])
+        credit, loss, update = measure(config, options.repeats)
+        share = (credit + loss) / update
+        print(f"{row.kind:20} {credit * 1e3:9.2f} {loss * 1e3:8.2f} {update * 1e3:10.1f}  {share:.2%}", flush=True)
+    config = load_config(QUICKSTART)
+    learner = Learner(config, rank=0, num_ranks=1, device=torch.device("cpu"))
+    prepared = learner.prepare(trajectories(config))
+    prepared = replace(prepared, steps=prepared.steps[:1])
+    for chunk_tokens in (config.training.logprob_chunk_tokens, 512):
+        tokens, forward, backward = count_logits(config, prepared, chunk_tokens)
+        print(
+            f"a micro-batch of {tokens} tokens, logits {chunk_tokens} tokens at a time: "
+            f"[tokens, vocabulary] tensors made in forward {forward}, in backward {backward}"
+        )
+
+
+if __name__ == "__main__":
+    main()

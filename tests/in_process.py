@@ -1,0 +1,78 @@
+"""Real iterations in one process: engine, scheduler, reward and learner as the roles hold them, without Ray around them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+
+from roll_core.config.run import RunConfig
+from roll_core.data.problem_source import build_source
+from roll_core.inference.base import InFlight, WeightsUpdate
+from roll_core.inference.requests import Completion, GenerationRequest
+from roll_core.inference.torch_engine import TorchEngine
+from roll_core.roles.reward_role import RewardRole
+from roll_core.rollout.renderer import build_renderer
+from roll_core.rollout.scheduler import RolloutScheduler
+from roll_core.training.learner import Learner
+from roll_core.types.manifest import CollectRequest, Metrics
+from roll_core.types.trajectory import Failure, Problem, Score, Trajectory
+
+
+@dataclass(frozen=True)
+class LocalEngine:
+    name: str
+    engine: TorchEngine
+
+    async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
+        yield list(await asyncio.gather(*(self.engine.generate(request) for request in requests)))
+
+
+@dataclass(frozen=True)
+class LocalGrader:
+    name: str
+    role: RewardRole
+
+    async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure]:
+        return await self.role.grade(items)
+
+
+class InProcess:
+    """One iteration a call: collect, prepare, the critic's update where there is one, update, publish."""
+
+    def __init__(self, config: RunConfig):
+        self._config = config
+        self.learner = Learner(config, rank=0, num_ranks=1, device=torch.device("cpu"))
+        self.learner.build_teachers()
+        self._iterations = count(1)
+
+    def iterate(self) -> Metrics:
+        iteration = next(self._iterations)
+        prepared = self.learner.prepare(asyncio.run(self._collect(iteration)))
+        critic = self.learner.update_critic(prepared) if self._config.algorithm.has_critic else {}
+        return prepared.metrics | critic | self.learner.update(prepared, iteration)
+
+    async def _collect(self, iteration: int) -> list[Trajectory]:
+        config = self._config
+        # A new engine every time: asyncio's primitives belong to the loop they were made in.
+        engine = TorchEngine(config.model, seed=0, num_slots=64, device=torch.device("cpu"), dtype=torch.float32)
+        await engine.adopt(WeightsUpdate(iteration - 1, self.learner.weights()), InFlight.FINISH)
+        scheduler = RolloutScheduler(
+            config.rollout,
+            seed=config.seed,
+            source=build_source(config.problems, config.seed),
+            renderer=build_renderer(config.model),
+            engines=[LocalEngine("engine", engine)],
+            graders=[LocalGrader("grader", RewardRole(config))],
+            greedy_baseline=config.algorithm.samples_greedily,
+        )
+        groups = config.rollout.num_groups
+        request = CollectRequest(
+            iteration=iteration,
+            parent="",
+            weights_version=iteration - 1,
+            first_problem=(iteration - 1) * groups,
+            num_groups=groups,
+        )
+        return await scheduler.collect(request, 60.0)
