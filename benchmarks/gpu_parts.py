@@ -2,7 +2,8 @@
 
     python benchmarks/gpu_parts.py [--sequences 512] [--new-tokens 256]
 
-Needs a GPU and neither Ray nor Prefect. Prints decode tokens/s (all slots busy), update tokens/s and peak memory.
+Needs a GPU and neither Ray nor Prefect. Prints decode tokens/s (all slots busy), update tokens/s, peak memory, and what
+the output layer of a real vocabulary costs, fused and plain.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import random
 import time
 
 import torch
+from torch import Tensor
 
 from roll_core.algorithms.catalog import build_algorithm
 from roll_core.batching.micro_batch import GlobalCounts, build_micro_batches
@@ -21,6 +23,7 @@ from roll_core.config.model import ScratchModel
 from roll_core.config.training import OptimizerConfig, Packing, Precision, TrainingConfig
 from roll_core.inference.requests import GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
+from roll_core.training.scorer import _ScoreTokens
 from roll_core.training.torch_backend import TorchBackend
 from roll_core.training.torch_trained import TorchSettings
 from roll_core.types.sample import Sample
@@ -88,6 +91,35 @@ def _tokens(sequences: int, new_tokens: int) -> TokenData:
     return TokenData(torch.full((count,), -4.0), turn_N, torch.randn(sequences)[turn_N], torch.ones(count))
 
 
+def score_tokens(num_tokens: int, hidden: int = 1024, vocabulary: int = 151_936, chunk_tokens: int = 1024) -> None:
+    """The output layer of a real vocabulary, forward and backward: fused, and as plain logits."""
+    hidden_NH = torch.randn(num_tokens, hidden, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    output_VH = (0.02 * torch.randn(vocabulary, hidden, device=GPU)).to(torch.bfloat16).requires_grad_()
+    targets_N = torch.randint(vocabulary, (num_tokens,), device=GPU)
+
+    def fused() -> tuple[Tensor, Tensor]:
+        logprobs_N, entropies_N, _ = _ScoreTokens.apply(hidden_NH, output_VH, targets_N, None, None, 1.0, chunk_tokens)
+        return logprobs_N, entropies_N
+
+    def plain() -> tuple[Tensor, Tensor]:
+        logprobs_NV = (hidden_NH @ output_VH.T).float().log_softmax(-1)
+        return logprobs_NV.gather(1, targets_N[:, None]), -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+
+    for name, score in (("fused", fused), ("plain", plain)):
+        seconds = []
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        for _ in range(5):
+            start = time.perf_counter()
+            logprobs_N, entropies_N = score()
+            (logprobs_N.mean() + 0.01 * entropies_N.mean()).backward()
+            hidden_NH.grad = output_VH.grad = None
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        peak = (torch.cuda.max_memory_allocated() - before) / 1e9
+        print(f"scoring {num_tokens} tokens of {vocabulary}, {name}: {min(seconds) * 1e3:.0f} ms, {peak:.1f} GB")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=512)
@@ -99,6 +131,7 @@ def main() -> None:
     torch.cuda.reset_peak_memory_stats()
     print(f"update {update(model, options.sequences, options.new_tokens):,.0f} tokens/s")
     print(f"peak memory of the update {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
+    score_tokens(16_384)
 
 
 if __name__ == "__main__":

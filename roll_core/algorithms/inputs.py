@@ -102,7 +102,7 @@ class LossOutputs:
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """What an objective says of each token: its loss, and whether a bound took its gradient away."""
+    """What an objective says of each token: its loss, and whether a bound changed it."""
 
     loss_N: Tensor
     clipped_N: Tensor

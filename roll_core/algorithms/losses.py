@@ -154,8 +154,9 @@ def _metric_sums(inputs: LossInputs, tokens: TokenLosses) -> dict[str, Tensor]:
     return {
         "update/clip_fraction": masked_sum(tokens.clipped_N, mask_N),
         "update/entropy": masked_sum(inputs.entropies_N, mask_N),
-        "update/kl_to_anchor": masked_sum(k3(policy_N, inputs.anchor_logprobs_N), mask_N),
-        "update/kl_to_sampler": masked_sum(k3(policy_N, inputs.sampler_logprobs_N), mask_N),
+        # From the sampler's side, whose tokens these are: there k3 is unbiased.
+        "update/kl_to_anchor": masked_sum(k3(inputs.anchor_logprobs_N, policy_N), mask_N),
+        "update/kl_to_sampler": masked_sum(k3(inputs.sampler_logprobs_N, policy_N), mask_N),
     }
 
 

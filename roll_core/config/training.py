@@ -55,7 +55,7 @@ class TrainingConfig(Section):
     packing: Packing = Packing.ROWS
     row_tokens: PositiveInt | None = None
     """Length of a packed row; null takes the longest sequence of the batch. Attention costs grow with it."""
-    logprob_chunk_tokens: PositiveInt = 4096
+    logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at once; bounds memory at this times the vocabulary."""
     precision: Precision = Precision.FLOAT32
     """Arithmetic of the forward and backward pass; weights and optimizer state stay float32."""

@@ -1,12 +1,13 @@
 """The torch backend and engine on one GPU, with bf16 arithmetic: `make test-gpu`, where there is one."""
 
 import asyncio
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
-from roll_core.algorithms.catalog import build_algorithm
+from roll_core.algorithms.catalog import TABLE, build_algorithm
 from roll_core.algorithms.inputs import LossFn
 from roll_core.batching.demonstrations import as_sample
 from roll_core.batching.micro_batch import MicroBatch
@@ -18,11 +19,13 @@ from roll_core.inference.base import InFlight, WeightsUpdate
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
 from roll_core.training.base import Policy
+from roll_core.training.learner import Learner
 from roll_core.training.torch_backend import TorchBackend
 from roll_core.training.torch_trained import TorchSettings
+from roll_core.types.trajectory import GREEDY_ATTEMPT
 from roll_core.weights.buckets import pack, unpack
 from tests.micro_batches import cut, random_tokens
-from tests.support import random_samples
+from tests.support import random_samples, tiny_config, trajectory
 
 GPU = torch.device("cuda")
 LIMITS = PackingLimits(4096, 128, Packing.SHARED_PROMPTS)
@@ -75,6 +78,39 @@ def test_sampler_and_trainer_agree_on_the_gpu(architecture, precision, dtype, cl
     sampler_logprobs_N = torch.tensor([logprob for c in completions for logprob in c.sampler_logprobs])
     difference = (trained.logprobs(batch, Policy.CURRENT) - sampler_logprobs_N[batch.place_N]).abs()
     assert difference.max().item() < close
+
+
+LLAMA_TEACHER = {"kind": "pretrained", "model": {"kind": "scratch", "architecture": "llama", "max_positions": 32}}
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("kind", [row.kind for row in TABLE])
+def test_every_algorithm_learns_on_the_gpu(kind, precision, tmp_path):
+    """With every signal there is: values, teachers, and the full-vocabulary KL in reward and loss."""
+    algorithm = {
+        "kind": kind,
+        "kl_loss": {"estimator": "full"},
+        "shaping": {"kl": {"estimator": "full"}},
+        "correction": {"filters": [{"level": "segment", "lower": 1e-4}]},
+    }
+    if kind == "distillation":
+        algorithm["teachers"] = [LLAMA_TEACHER]
+    training = {"precision": precision, "optimizer_steps": 2, "optimizer": {"learning_rate": 1e-3}}
+    config = tiny_config(tmp_path, algorithm=algorithm, training=training)
+    learner = Learner(config, rank=0, num_ranks=1, device=GPU)
+    learner.build_teachers()
+    learner.save(tmp_path / "start")
+    learner.load_frozen(Policy.REFERENCE, tmp_path / "start")
+    before = {name: tensor.clone() for name, tensor in learner.weights()}
+    attempts = range(GREEDY_ATTEMPT if config.algorithm.samples_greedily else 0, 4)
+    for iteration in (1, 2):
+        prepared = learner.prepare(
+            [trajectory(g, a, float(a % 3 == 0), completion=2 + a) for g in range(4) for a in attempts]
+        )
+        critic = learner.update_critic(prepared) if config.algorithm.has_critic else {}
+        metrics = prepared.metrics | critic | learner.update(prepared, iteration)
+    assert all(math.isfinite(value) for value in metrics.values()), metrics
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in learner.weights())
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])

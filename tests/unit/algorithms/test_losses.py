@@ -247,7 +247,7 @@ def test_weights_multiply_the_objective_but_neither_kl_nor_entropy():
 
 
 def test_metrics_are_sums_over_the_tokens_that_count():
-    # tokens one and three count: ratios 2 (A=1, clipped) and 1; k3 of log 2 is 0.193147, and of 2 log 2: 1/4 + 2 log 2 - 1
+    # tokens one and three count: ratios 2 (A=1, clipped) and 1; k3 of -log 2 is 2 - log 2 - 1, of -2 log 2: 4 - 2 log 2 - 1
     inputs = loss_inputs(
         policy=[LOG_2, LOG_2, 0.0],
         anchor=[0.0] * 3,
@@ -260,8 +260,8 @@ def test_metrics_are_sums_over_the_tokens_that_count():
         {
             "update/clip_fraction": 1.0,
             "update/entropy": 3.0,
-            "update/kl_to_anchor": 0.193147,
-            "update/kl_to_sampler": 0.636294,
+            "update/kl_to_anchor": 1 - LOG_2,
+            "update/kl_to_sampler": 3 - 2 * LOG_2,
         },
         abs=1e-6,
     )
