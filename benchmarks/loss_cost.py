@@ -138,7 +138,7 @@ def main() -> None:
     learner = Learner(config, rank=0, num_ranks=1, device=torch.device("cpu"))
     prepared = learner.prepare(trajectories(config))
     prepared = replace(prepared, steps=prepared.steps[:1])
-    for chunk_tokens in (config.training.logprob_chunk_tokens, 512):
+    for chunk_tokens in (8192, config.training.logprob_chunk_tokens):
         tokens, forward, backward = count_logits(config, prepared, chunk_tokens)
         print(
             f"a micro-batch of {tokens} tokens, logits {chunk_tokens} tokens at a time: "

@@ -127,7 +127,9 @@ def reverse_kl_to_teachers(inputs: AdvantageInputs) -> Tensor:
     assert inputs.teacher_logprobs_KN is not None, "teacher logprobs were not computed"
     assert inputs.teacher_weights_KN is not None
     assert inputs.sampler_logprobs_N is not None
-    return (inputs.teacher_weights_KN * (inputs.teacher_logprobs_KN - inputs.sampler_logprobs_N)).sum(0)
+    credit_KN = inputs.teacher_weights_KN * (inputs.teacher_logprobs_KN - inputs.sampler_logprobs_N)
+    # What a teacher says outside its domains may be anything, even not a number.
+    return torch.where(inputs.teacher_weights_KN > 0, credit_KN, torch.zeros_like(credit_KN)).sum(0)
 
 
 def distilled_and_rewarded(inputs: AdvantageInputs, *, reward_weight: float) -> Tensor:

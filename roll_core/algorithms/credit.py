@@ -120,15 +120,15 @@ def _shape(inputs: CreditInputs, recipe: CreditRecipe, state: CreditState) -> _S
     metrics: dict[str, float] = {}
     coefficients = dict(state.kl_coefficients)
     for name, section, is_here_S in _sections(inputs, recipe):
-        shaped_S, by_S = _shaped_rewards(inputs, section, recipe.max_new_tokens, state)
+        shaped_S, factor_S = _shaped_rewards(inputs, section, recipe.max_new_tokens, state)
         if section.reward_clip is not None:
             clipped_S = shaped_S.clamp(-section.reward_clip, section.reward_clip)
             is_clipped_S = clipped_S != shaped_S
             metrics[f"reward/clip_fraction{_suffix(name)}"] = _share(is_clipped_S[is_here_S])
-            shaped_S, by_S = clipped_S, torch.where(is_clipped_S, by_S * clipped_S / shaped_S, by_S)
+            shaped_S, factor_S = clipped_S, torch.where(is_clipped_S, factor_S * clipped_S / shaped_S, factor_S)
             if greedy_S is not None:
                 greedy_S = torch.where(is_here_S, greedy_S.clamp(-section.reward_clip, section.reward_clip), greedy_S)
-        rewards_S, scale_S = torch.where(is_here_S, shaped_S, rewards_S), torch.where(is_here_S, by_S, scale_S)
+        rewards_S, scale_S = torch.where(is_here_S, shaped_S, rewards_S), torch.where(is_here_S, factor_S, scale_S)
         kept_S = torch.where(is_here_S, _kept(inputs, section.masks), kept_S)
         weights_S = torch.where(is_here_S, _weights(inputs, section.weights), weights_S)
         if section.kl is not None:

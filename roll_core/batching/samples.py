@@ -23,7 +23,7 @@ class GradedBatch:
 
 def build_batch(trajectories: Sequence[Trajectory]) -> GradedBatch:
     """Greedy attempts become the baseline of their group; a group whose greedy attempt failed has none and is left out."""
-    greedy = {t.group: t.score.value for t in trajectories if t.attempt == GREEDY_ATTEMPT and t.score is not None}
+    greedy = {t.group: _outcome(t, t.score) for t in trajectories if t.attempt == GREEDY_ATTEMPT and t.score is not None}
     has_greedy = any(t.attempt == GREEDY_ATTEMPT for t in trajectories)
     graded = [
         (t, t.score)
@@ -39,7 +39,7 @@ def build_batch(trajectories: Sequence[Trajectory]) -> GradedBatch:
     turn_rewards_T = torch.tensor([turn.reward for turn in turns], dtype=torch.float64)
     domains = tuple(dict.fromkeys(t.domain for t in chosen))
     outcomes = AdvantageInputs(
-        rewards_S=_outcomes(graded),
+        rewards_S=torch.tensor([_outcome(t, score) for t, score in graded], dtype=torch.float64),
         group_S=_numbered(t.group for t in chosen),
         sequence_N=sequence_T[turn_N],
         turn_N=turn_N,
@@ -59,9 +59,9 @@ def build_batch(trajectories: Sequence[Trajectory]) -> GradedBatch:
     return GradedBatch(tuple(_as_sample(t) for t in chosen), credit)
 
 
-def _outcomes(graded: list[tuple[Trajectory, Score]]) -> Tensor:
-    """What each trajectory earned in all: its score, and what its turns were paid."""
-    return torch.tensor([score.value + sum(turn.reward for turn in t.turns) for t, score in graded], dtype=torch.float64)
+def _outcome(trajectory: Trajectory, score: Score) -> float:
+    """What a trajectory earned in all: its score, and what its turns were paid."""
+    return score.value + sum(turn.reward for turn in trajectory.turns)
 
 
 def _numbered(things: Iterable[Hashable]) -> Tensor:

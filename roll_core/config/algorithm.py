@@ -320,6 +320,14 @@ class Distillation(PolicyUpdate):
     def compares_groups(self) -> bool:
         return self.reward_weight > 0
 
+    @model_validator(mode="after")
+    def _rewards_have_an_effect(self):
+        sections = (self.shaping, *self.domains.values())
+        shaped = [key for key in ("kl", "overlong", "reward_clip") for s in sections if getattr(s, key) is not None]
+        if shaped and not self.reward_weight:
+            raise ValueError(f"shaping.{shaped[0]} has no effect while reward_weight is 0: only teachers count")
+        return self
+
 
 class Gspo(ClippedUpdate):
     """Group Sequence Policy Optimization (Zheng et al. 2025, arXiv 2507.18071)."""

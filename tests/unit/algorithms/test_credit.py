@@ -113,9 +113,9 @@ def test_rewards_are_penalised_for_length_then_normalised_then_clipped():
 
 
 def test_the_buffer_of_the_overlong_penalty_is_a_fifth_of_the_limit_unless_said():
-    # limit 10: buffer 2; length 9 is half into it: 1 - 3 * 0.5
-    inputs = credit_inputs(advantage_inputs([1], turns=[[9]]))
-    assert shaped(inputs, ShapingConfig(overlong=OverlongConfig(weight=3.0)))[0] == pytest.approx(-0.5)
+    # limit 20: buffer 4; length 18 is half into it: 1 - 3 * 0.5
+    inputs = credit_inputs(advantage_inputs([1], turns=[[18]]))
+    assert shaped(inputs, ShapingConfig(overlong=OverlongConfig(weight=3.0)), max_new_tokens=20)[0] == pytest.approx(-0.5)
     # limit 4: a fifth is less than a token, so one token: length 4 is at the limit
     inputs = credit_inputs(advantage_inputs([1], turns=[[4]]))
     assert shaped(inputs, ShapingConfig(overlong=OverlongConfig()), max_new_tokens=4)[0] == 0.0

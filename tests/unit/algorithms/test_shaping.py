@@ -169,7 +169,7 @@ def test_where_the_mean_comes_from_by_hand(mean_from, expected):
     [
         (NONE, [1, 1, 1, 1]),
         (GROUP, [2**0.5, 2**0.5, 8**0.5, 8**0.5]),  # sqrt(1 + 1), sqrt(4 + 4)
-        (DOMAIN, [(7 / 3) ** 0.5] * 3 + [0]),  # squares 1/9 + 25/9 + 16/9 = 42/9, halved; one alone: 0
+        (DOMAIN, [(7 / 3) ** 0.5] * 3 + [1]),  # squares 1/9 + 25/9 + 16/9 = 42/9, halved; one alone has none: 1
         (BATCH, [(10 / 3) ** 0.5] * 4),  # squares 1 + 1 + 4 + 4
         (RUNNING, [2, 2, 2, 0.5]),  # sqrt(16 / 4), sqrt(0.25 / 1)
     ],
