@@ -67,6 +67,11 @@ def greedy_baseline(inputs: AdvantageInputs) -> Tensor:
     return _returns(inputs.rewards_S - inputs.greedy_rewards_S, inputs)
 
 
+def constant_baseline(inputs: AdvantageInputs, *, baseline: float) -> Tensor:
+    """Each reward minus a number that is the same for all (TOPR's c, arXiv 2503.14286)."""
+    return _returns(inputs.rewards_S - baseline, inputs)
+
+
 def best_of_group(inputs: AdvantageInputs, *, minimum_reward: float = 0.0) -> Tensor:
     """1 for the trajectories with their group's highest reward, if above a minimum, 0 for the others (RAFT++,
     2504.11343)."""

@@ -1,6 +1,7 @@
 """Runs in the store: opened once, found by name, advanced by committing manifests. "Latest" is derived, never written."""
 
 import json
+from typing import Any
 
 from roll_core.config.load import validate_config
 from roll_core.config.run import RunConfig
@@ -39,7 +40,16 @@ def read_config(run: RunRef) -> RunConfig:
     config_json = ObjectStore(run.store_uri).read(f"runs/{run.run_id}/config.json")
     if digest_of(config_json) != run.config_digest:
         raise UserError(f"runs/{run.run_id}/config.json in {run.store_uri} was changed after the run was opened")
-    return validate_config(json.loads(config_json), f"runs/{run.run_id}/config.json")
+    return validate_config(_in_todays_words(json.loads(config_json)), f"runs/{run.run_id}/config.json")
+
+
+def _in_todays_words(config: dict[str, Any]) -> dict[str, Any]:
+    """Configs stored by version 0.1.0 say `algorithm.kl_coefficient`."""
+    algorithm = dict(config.get("algorithm", {}))
+    coefficient = algorithm.pop("kl_coefficient", 0.0)
+    if coefficient:
+        algorithm["kl_loss"] = {"coefficient": coefficient}
+    return config | {"algorithm": algorithm}
 
 
 def commit(store: ObjectStore, manifest: Manifest) -> None:

@@ -50,7 +50,7 @@ def test_a_missing_model(workspace):
         ),
         (
             ["algorithm.kind=gspo", "algorithm.step_weight=1"],
-            "algorithm.step_weight is not a key; gspo has the keys: shaping,",
+            "gspo has the keys: shaping, domains, whiten_advantages",
         ),
         (["algorithm.kind=rlo"], "algorithm.kind is 'rlo', expected one of 'reinforce', 'reinforce_plus_plus', 'grpo'"),
     ],
