@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from roll_core.inference.base import InferenceEngine
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.types.trajectory import Failure, Problem, Score, Trajectory
+
+if TYPE_CHECKING:
+    from roll_core.inference.base import InferenceEngine
 
 
 class Grades(Protocol):
@@ -17,7 +19,7 @@ class Grades(Protocol):
 @dataclass(frozen=True)
 class LocalEngine:
     name: str
-    engine: InferenceEngine
+    engine: "InferenceEngine"
 
     async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
         yield list(await asyncio.gather(*(self.engine.generate(request) for request in requests)))
