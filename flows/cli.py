@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll_core.errors import RollError
+from roll_core.errors import RollError, UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 DEFAULT_STORE = "roll-data/store"
 INTERRUPTED = 130
+DIFFERENT = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,6 +52,10 @@ def build_parser() -> argparse.ArgumentParser:
     resume.add_argument("run", metavar="RUN")
     resume.set_defaults(command=resume_command)
 
+    replay = commands.add_parser("replay", help="make the update of a committed iteration again and compare; 0: equal")
+    replay.add_argument("place", metavar="RUN@ITERATION", help="for example quickstart-1@12")
+    replay.set_defaults(command=replay_command)
+
     runs = commands.add_parser("runs", help="list the runs in a store")
     runs.set_defaults(command=runs_command)
 
@@ -58,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("run", metavar="RUN")
     show.set_defaults(command=show_command)
 
-    for command in (resume, runs, show):
+    for command in (resume, replay, runs, show):
         command.add_argument("--store", default=DEFAULT_STORE, help=f"where runs are kept (default: {DEFAULT_STORE})")
 
     up = commands.add_parser("up", help="start a Prefect server, a worker with the deployments, and the MLflow page")
@@ -88,6 +93,35 @@ def resume_command(options: argparse.Namespace) -> int:
     config = read_config(find_run(ObjectStore(store_uri), options.run))
     check_ready(config)
     return _follow(config, store_uri, "rlvr_resume", {"run_id": options.run, "store": store_uri})
+
+
+def replay_command(options: argparse.Namespace) -> int:
+    from flows.control_plane import prefect_api
+    from roll_core.config.load import absolute_uri
+    from roll_core.store.object_store import ObjectStore
+    from roll_core.store.runs import find_run, read_chain, read_config, refuse_unless_learned
+
+    run_id, iteration = _place(options.place)
+    store_uri = absolute_uri(options.store)
+    store = ObjectStore(store_uri)
+    config = read_config(find_run(store, run_id))
+    refuse_unless_learned(read_chain(store, run_id), run_id, iteration)
+    with prefect_api(Path(config.work_dir)):
+        from flows.replay import replay
+
+        replayed = replay(run_id, iteration, store_uri)
+    for quantity in replayed.compared:
+        different = next((d for d in replayed.differences if d.quantity == quantity), None)
+        found = f"committed {different.committed}, replayed {different.replayed}" if different else "equal"
+        print(f"{quantity:<22} {found}")
+    return DIFFERENT if replayed.differences else 0
+
+
+def _place(text: str) -> tuple[str, int]:
+    run_id, at, iteration = text.rpartition("@")
+    if not at or not run_id or not iteration.isdigit():
+        raise UserError(f"RUN@ITERATION: '{text}' is not one; write it like quickstart-1@12")
+    return run_id, int(iteration)
 
 
 def plan_command(options: argparse.Namespace) -> int:

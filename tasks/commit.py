@@ -61,6 +61,7 @@ def commit(parent: Manifest | None, iteration: Iteration, services: Services) ->
         config_digest=services.run.config_digest,
         leg=services.leg,
         weights_version=iteration.updated.weights_version,
+        weights_digest=iteration.published.weights_digest,
         next_problem=collected.request.first_problem + collected.request.num_groups if collected else 0,
         collected=collected,
         evaluated=iteration.evaluated,

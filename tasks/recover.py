@@ -4,25 +4,37 @@ The last checkpoint is loaded and the updates committed since are replayed from 
 twice.
 """
 
-from roll_core.types.manifest import Collected, Manifest, Receipt
+from typing import TYPE_CHECKING
+
+from roll_core.types.manifest import Manifest, Metrics, Receipt
 from tasks.durability import state_changing
 from tasks.services import Services
+
+if TYPE_CHECKING:
+    from roll_core.roles.fleet import Fleet
 
 
 @state_changing("recover")
 def recover(chain: list[Manifest], services: Services) -> Receipt:
     """Bring trainer and engines to the policy of the last manifest of a whole chain."""
-    checkpoints = [manifest.checkpoint for manifest in chain if manifest.checkpoint is not None]
-    services.fleet.restore(checkpoints[-1], checkpoints[0])
-    to_replay = [m.collected for m in chain if m.collected is not None and m.iteration > checkpoints[-1].iteration]
-    for collected in to_replay:
-        _replay(collected, services)
+    num_replayed = bring_trainer_to(chain, services.fleet)
     services.fleet.publish(chain[-1].weights_version)
-    return Receipt(metrics={"recover/replayed_iterations": len(to_replay)})
+    return Receipt(metrics={"recover/replayed_iterations": num_replayed})
 
 
-def _replay(collected: Collected, services: Services) -> None:
-    services.fleet.prepare(collected)
-    if services.config.algorithm.has_critic:
-        services.fleet.update_critic(collected)
-    services.fleet.update(collected)
+def bring_trainer_to(chain: list[Manifest], fleet: "Fleet") -> int:
+    """Load the last checkpoint of a chain and make the updates since again; how many there were."""
+    checkpoints = [manifest.checkpoint for manifest in chain if manifest.checkpoint is not None]
+    fleet.restore(checkpoints[-1], checkpoints[0])
+    to_replay = [manifest for manifest in chain if manifest.iteration > checkpoints[-1].iteration]
+    for manifest in to_replay:
+        learn_again(manifest, fleet)
+    return len(to_replay)
+
+
+def learn_again(manifest: Manifest, fleet: "Fleet") -> Metrics:
+    """The updates of a committed iteration, from its stored rollouts."""
+    assert manifest.collected is not None, "iteration 0 collected nothing to learn from"
+    fleet.prepare(manifest.collected)
+    critic = fleet.update_critic(manifest.collected) if fleet.has_critic else {}
+    return critic | fleet.update(manifest.collected)

@@ -4,6 +4,7 @@ The tasks call it; it holds Ray handles and object references, never a batch or 
 """
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,10 @@ class Fleet:
         self._start_roles(deadline_s)
         return self
 
+    @property
+    def has_critic(self) -> bool:
+        return self._config.algorithm.has_critic
+
     def __exit__(self, *_: object) -> None:
         ray.shutdown()
 
@@ -113,12 +118,15 @@ class Fleet:
         return metrics
 
     def publish(self, version: int) -> Published:
-        calls = {name: rank.bucket_weights.remote() for name, rank in self._ranks.items()}
-        buckets = self._from_rank_0(wait_for(calls, "publish", self._config.deadlines.publish))
+        buckets, digest = self._bucket_weights()
         self._lend_devices_to_engines()
         adoptions = {name: engine.adopt.remote(version, buckets) for name, engine in self._engines.items()}
         num_bytes = wait_for(adoptions, "publish", self._config.deadlines.publish)
-        return Published(weights_version=version, num_bytes=sum(num_bytes.values()))
+        return Published(weights_version=version, weights_digest=digest, num_bytes=sum(num_bytes.values()))
+
+    def weights_digest(self) -> str:
+        """Of the policy the trainer holds now."""
+        return self._bucket_weights()[1]
 
     def evaluate(self, weights_version: int) -> Evaluated:
         self._lend_devices_to_engines()
@@ -142,6 +150,7 @@ class Fleet:
             num_gpus=cluster.num_devices if on_gpu else 0,
             include_dashboard=False,
             log_to_driver=False,
+            logging_level=logging.ERROR,
             runtime_env={"env_vars": environment},
             # Ray's default of 15 starves roles on a machine that does anything else: seen to slow training thirtyfold.
             _system_config={"worker_niceness": 0},
@@ -164,6 +173,10 @@ class Fleet:
         pids = {name: actor.__ray_call__.remote(lambda _: os.getpid()) for name, actor in actors.items()}
         processes = wait_for(pids, "start", self._config.deadlines.start) | {"leg": os.getpid()}
         (self._leg_dir / "processes.json").write_text(json.dumps(processes, indent=1))
+
+    def _bucket_weights(self) -> tuple[list[ray.ObjectRef], str]:
+        calls = {name: rank.bucket_weights.remote() for name, rank in self._ranks.items()}
+        return self._from_rank_0(wait_for(calls, "publish", self._config.deadlines.publish))
 
     def _batch(self, collected: Collected) -> tuple[Collected, ray.ObjectRef | None]:
         refs = self._trajectories.get(collected.request.request_id)

@@ -27,6 +27,7 @@ from roll_core.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from roll_core.training.learner import PreparedBatch
+    from roll_core.weights.buckets import WeightsBucket
 
 Answer = TypeVar("Answer")
 ANSWERS_KEPT = 16
@@ -109,15 +110,16 @@ class TrainerRank:
 
         return self._once(f"update_critic/{collected.request.request_id}", steps)
 
-    def bucket_weights(self) -> list[ray.ObjectRef]:
-        """The current weights in the object store, as references; rank 0 answers, the others help to gather."""
-        from roll_core.weights.buckets import pack
+    def bucket_weights(self) -> tuple[list[ray.ObjectRef], str]:
+        """The current weights in the object store, as references, and their digest; rank 0 answers, the others help."""
+        from roll_core.weights.buckets import WeightsDigest, pack
 
-        if self._rank == 0:
-            return [ray.put(bucket) for bucket in pack(self._learner.weights())]
-        for _ in self._learner.weights():
-            pass
-        return []
+        digest = WeightsDigest()
+        references = []
+        for bucket in pack(self._learner.weights()) if self._rank == 0 else self._gathered_elsewhere():
+            digest.add(bucket)
+            references.append(ray.put(bucket))
+        return references, digest.hexdigest()
 
     def checkpoint(self, iteration: int) -> list[CheckpointFile]:
         """Save everything learning goes on from; the files this rank wrote, already in the store."""
@@ -130,6 +132,12 @@ class TrainerRank:
             return files
 
         return self._once(f"checkpoint/{iteration}", save)
+
+    def _gathered_elsewhere(self) -> list["WeightsBucket"]:
+        """Take part in gathering weights that another rank keeps."""
+        for _ in self._learner.weights():
+            pass
+        return []
 
     def _once(self, request_id: str, act: Callable[[], Answer]) -> Answer:
         if request_id not in self._answers:

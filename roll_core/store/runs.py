@@ -8,7 +8,7 @@ from roll_core.config.run import RunConfig
 from roll_core.errors import IterationTaken, UserError
 from roll_core.store.object_store import AlreadyExists, ObjectStore
 from roll_core.types.manifest import NO_PARENT, Manifest
-from roll_core.types.refs import RunRef, digest_of, record_digest
+from roll_core.types.refs import RunRef, digest_of, record_digest, record_json
 
 
 def open_run(store: ObjectStore, config: RunConfig) -> RunRef:
@@ -55,7 +55,7 @@ def _in_todays_words(config: dict[str, Any]) -> dict[str, Any]:
 def commit(store: ObjectStore, manifest: Manifest) -> None:
     """Make an iteration have happened. Of two writers one succeeds; the other is told to stop."""
     try:
-        store.create(_manifest_name(manifest.run_id, manifest.iteration), manifest.model_dump_json().encode())
+        store.create(_manifest_name(manifest.run_id, manifest.iteration), record_json(manifest))
     except AlreadyExists:
         raise IterationTaken(
             f"iteration {manifest.iteration} of {manifest.run_id} was committed by another leg: this leg stops, "
@@ -80,6 +80,13 @@ def read_chain(store: ObjectStore, run_id: str) -> list[Manifest]:
             break
         chain.append(manifest)
     return chain
+
+
+def refuse_unless_learned(chain: list[Manifest], run_id: str, iteration: int) -> None:
+    """Only an iteration that was committed, and that has an update, can be replayed."""
+    last = chain[-1].iteration if chain else 0
+    if not 1 <= iteration <= last:
+        raise UserError(f"RUN@ITERATION: {run_id} has iterations 1 to {last} to replay, not {iteration}")
 
 
 def _manifest_name(run_id: str, iteration: int) -> str:

@@ -64,9 +64,10 @@ class Updated(Receipt):
 
 
 class Published(Receipt):
-    """Every engine generates with `weights_version` from here on."""
+    """Every engine generates with `weights_version` from here on; the digest is over names, shapes and bytes."""
 
     weights_version: int
+    weights_digest: str
     num_bytes: int
 
 
@@ -87,7 +88,7 @@ class Manifest(Record):
     """One committed iteration. Iteration 0 is the policy training starts from (after any warm start).
 
     Example: Manifest(run_id="quickstart-3", iteration=4, parent="ab12...", config_digest="1b4f...", leg=1,
-    weights_version=4, next_problem=128, collected=Collected(...), evaluated=None, checkpoint=None,
+    weights_version=4, weights_digest="77d0...", next_problem=128, collected=Collected(...), evaluated=None, checkpoint=None,
     metrics={"reward/mean": 0.41}, timings={"collect": 0.3, "update": 0.2}, committed_at="2026-11-15T09:30:00+00:00")
     """
 
@@ -97,6 +98,8 @@ class Manifest(Record):
     config_digest: str
     leg: int
     weights_version: int
+    weights_digest: str = ""
+    """Of the policy after this iteration; "" in manifests written before there were digests."""
     next_problem: int
     collected: Collected | None
     evaluated: Evaluated | None
@@ -104,6 +107,23 @@ class Manifest(Record):
     metrics: Metrics
     timings: dict[str, float]
     committed_at: str
+
+
+class Difference(Record):
+    """Example: Difference(quantity="update/loss", committed="0.0417", replayed="0.0418")"""
+
+    quantity: str
+    committed: str
+    replayed: str
+
+
+class Replayed(Receipt):
+    """An iteration's update, made again from its stored rollouts, against what was committed; no difference is the rule."""
+
+    run_id: str
+    iteration: int
+    compared: tuple[str, ...]
+    differences: tuple[Difference, ...]
 
 
 NO_PARENT = ""

@@ -21,9 +21,15 @@ def digest_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def record_json(record: Record) -> bytes:
+    """A record as it is stored. Fields that were not set are left out, so that a record written by an earlier version, which
+    did not know them, has the same bytes and the same digest when it is read today."""
+    return record.model_dump_json(exclude_unset=True).encode()
+
+
 def record_digest(record: Record) -> str:
-    """Digest of a record's JSON, for example to name a parent manifest."""
-    return digest_of(record.model_dump_json().encode())
+    """Digest of a record's stored JSON, for example to name a parent manifest."""
+    return digest_of(record_json(record))
 
 
 class ArtifactKind(StrEnum):

@@ -1,5 +1,6 @@
 """Tensors packed into flat byte buffers of bounded size: few large transfers, and no second full copy of the model."""
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -24,6 +25,21 @@ class WeightsBucket:
 
     entries: tuple[TensorEntry, ...]
     data: np.ndarray
+
+
+class WeightsDigest:
+    """SHA-256 of weights by name, shape and bytes, whatever buckets they travel in."""
+
+    def __init__(self) -> None:
+        self._entries, self._bytes = hashlib.sha256(), hashlib.sha256()
+
+    def add(self, bucket: WeightsBucket) -> None:
+        for entry in bucket.entries:
+            self._entries.update(f"{entry.name} {entry.shape} {entry.dtype}\n".encode())
+        self._bytes.update(bucket.data.data)
+
+    def hexdigest(self) -> str:
+        return hashlib.sha256(self._entries.digest() + self._bytes.digest()).hexdigest()
 
 
 def pack(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_BYTES) -> Iterator[WeightsBucket]:
