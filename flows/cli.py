@@ -56,6 +56,11 @@ def build_parser() -> argparse.ArgumentParser:
     replay.add_argument("place", metavar="RUN@ITERATION", help="for example quickstart-1@12")
     replay.set_defaults(command=replay_command)
 
+    fork = commands.add_parser("fork", help="a new run that goes on from another's iteration with another config")
+    fork.add_argument("place", metavar="RUN@ITERATION", help="for example quickstart-1@20")
+    fork.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    fork.set_defaults(command=fork_command)
+
     runs = commands.add_parser("runs", help="list the runs in a store")
     runs.set_defaults(command=runs_command)
 
@@ -63,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("run", metavar="RUN")
     show.set_defaults(command=show_command)
 
-    for command in (resume, replay, runs, show):
+    for command in (resume, replay, fork, runs, show):
         command.add_argument("--store", default=DEFAULT_STORE, help=f"where runs are kept (default: {DEFAULT_STORE})")
 
     up = commands.add_parser("up", help="start a Prefect server, a worker with the deployments, and the MLflow page")
@@ -117,6 +122,20 @@ def replay_command(options: argparse.Namespace) -> int:
     return DIFFERENT if replayed.differences else 0
 
 
+def fork_command(options: argparse.Namespace) -> int:
+    from roll_core.config.load import absolute_uri
+    from roll_core.planning.preflight import check_ready
+    from roll_core.store.fork import forked_config
+    from roll_core.store.object_store import ObjectStore
+
+    run_id, iteration = _place(options.place)
+    store_uri = absolute_uri(options.store)
+    config = forked_config(ObjectStore(store_uri), run_id, iteration, options.overrides)
+    check_ready(config)
+    parameters = {"run_id": run_id, "iteration": iteration, "store": store_uri, "overrides": options.overrides}
+    return _follow(config, store_uri, "rlvr_fork", parameters)
+
+
 def _place(text: str) -> tuple[str, int]:
     run_id, at, iteration = text.rpartition("@")
     if not at or not run_id or not iteration.isdigit():
@@ -164,6 +183,7 @@ def show_command(options: argparse.Namespace) -> int:
 
     from flows.terminal import HEADER, iteration_row
     from roll_core.config.load import absolute_uri
+    from roll_core.store.fork import lineage
     from roll_core.store.object_store import ObjectStore
     from roll_core.store.runs import find_run, read_chain, read_config
     from roll_core.store.summary import summary_of
@@ -177,7 +197,10 @@ def show_command(options: argparse.Namespace) -> int:
     for manifest in chain:
         accuracy = manifest.evaluated.accuracy if manifest.evaluated else accuracy
         console.print(iteration_row(manifest, accuracy), highlight=False, soft_wrap=True)
-    _say_where_to_look(console, run, read_config(run), summary_of(run.run_id, chain))
+    config = read_config(run)
+    for ancestor in lineage(store, config):
+        console.print(f"forked   {ancestor.run_id}@{ancestor.iteration}: {', '.join(ancestor.changes)}", highlight=False)
+    _say_where_to_look(console, run, config, summary_of(run.run_id, chain))
     return 0
 
 
@@ -200,7 +223,7 @@ def _follow(config: "RunConfig", store_uri: str, flow_name: str, parameters: dic
             with prefect_api(Path(config.work_dir)):
                 from flows import rlvr
 
-                flow = {"rlvr": rlvr.rlvr, "rlvr_resume": rlvr.rlvr_resume}[flow_name]
+                flow = {"rlvr": rlvr.rlvr, "rlvr_resume": rlvr.rlvr_resume, "rlvr_fork": rlvr.rlvr_fork}[flow_name]
                 summary = flow(**parameters)
         except KeyboardInterrupt:
             view.progress.stop()

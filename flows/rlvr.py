@@ -12,7 +12,7 @@ from roll_core.types.manifest import LegEnded
 from roll_core.types.refs import RunRef
 from tasks.legs import note_end, run_leg
 from tasks.progress import announce_run
-from tasks.runs import find_run, open_run
+from tasks.runs import find_run, open_fork, open_run
 from tasks.summary import summarize
 
 
@@ -26,6 +26,12 @@ def rlvr(config: str, overrides: list[str] | None = None) -> RunSummary:
 def rlvr_resume(run_id: str, store: str) -> RunSummary:
     """Carry on a run that was stopped, killed or lost."""
     return carry_on(find_run(run_id, store))
+
+
+@flow(name="rlvr-fork", flow_run_name="fork {run_id}@{iteration}")
+def rlvr_fork(run_id: str, iteration: int, store: str, overrides: list[str] | None = None) -> RunSummary:
+    """Go on from another run's iteration, with another config, as a run of its own."""
+    return carry_on(open_fork(run_id, iteration, overrides or [], store))
 
 
 def carry_on(run: RunRef) -> RunSummary:

@@ -12,6 +12,7 @@ from prefect.context import hydrated_context
 
 from roll_core.config.run import RunConfig, flat_config
 from roll_core.errors import IterationTaken, RollError
+from roll_core.store.fork import lineage
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.runs import read_chain, read_config
 from roll_core.tracking.spool import RunStatus
@@ -55,15 +56,25 @@ def iterate(manifest: Manifest, services: Services) -> Manifest:
 
 def begin_or_recover(services: Services) -> Manifest:
     """The last manifest of the run, with every role brought to its policy. A new run shows here that it can be resumed."""
-    chain = read_chain(services.store, services.run.run_id) or [begin(services)]
+    chain = read_chain(services.store, services.run.run_id)
+    if not any(manifest.run_id == services.run.run_id for manifest in chain):
+        introduce(services)
+    chain = chain or [begin(services)]
     recover(chain, services)
     return chain[-1]
 
 
-def begin(services: Services) -> Manifest:
-    """Iteration 0: the policy training starts from, evaluated and checkpointed."""
+def introduce(services: Services) -> None:
+    """Tell the tracker what this run is, and whom it descends from."""
     services.tracker.log_params(flat_config(services.config))
     services.tracker.log_artifact("config.json", services.config.model_dump_json(indent=1).encode())
+    for ancestor in lineage(services.store, services.config)[:1]:
+        services.tracker.set_tags({"roll.forked_from": f"{ancestor.run_id}@{ancestor.iteration}"})
+        services.tracker.log_artifact("fork.txt", "\n".join(ancestor.changes).encode())
+
+
+def begin(services: Services) -> Manifest:
+    """Iteration 0: the policy training starts from, evaluated and checkpointed."""
     start = Updated(iteration=0, weights_version=0) if services.config.warm_start is None else warm_start(services)
     published = publish(start, services)
     evaluated = evaluate(start, services)
@@ -91,7 +102,7 @@ def run_train_leg(run: RunRef, leg: int, context: dict[str, Any], launcher_pid: 
     """What a leg's process runs: the flow, as a child of the flow that launched it; failures become an answer."""
     die_with(launcher_pid)
     stage_cache = run_dir(run, read_config(run)) / "stage-cache"
-    if not read_chain(ObjectStore(run.store_uri), run.run_id):
+    if not any(manifest.run_id == run.run_id for manifest in read_chain(ObjectStore(run.store_uri), run.run_id)):
         # Scratch of a run of the same name in another store, or in one since deleted.
         shutil.rmtree(stage_cache, ignore_errors=True)
     with hydrated_context(context):

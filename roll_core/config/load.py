@@ -30,6 +30,14 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     return validate_config(tree, str(path))
 
 
+def changed_config(config: RunConfig, overrides: Iterable[str], source: str) -> RunConfig:
+    """A config with `a.b=value` overrides applied in order."""
+    tree = config.model_dump(mode="json")
+    for override in overrides:
+        _apply_override(tree, override)
+    return validate_config(tree, source)
+
+
 def validate_config(tree: Tree, source: str) -> RunConfig:
     """Validate a merged tree; paths become absolute so that every process of the run means the same place."""
     try:

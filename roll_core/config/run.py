@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pydantic import PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from roll_core.config.algorithm import AlgorithmConfig, Grpo
 from roll_core.config.base import Section
@@ -21,6 +21,15 @@ from roll_core.config.services import (
 from roll_core.config.training import Packing, TrainingConfig, WarmStartConfig
 
 
+class ForkedFrom(Section):
+    """Begin where another run was: its policy, optimizer, place among the problems and reference, after an iteration that has
+    a checkpoint. What it stored is shared, not copied."""
+
+    run_id: str
+    """A run in the same store."""
+    iteration: NonNegativeInt
+
+
 class RunConfig(Section):
     name: str
     """Runs are numbered under this name: quickstart-1, quickstart-2, ..."""
@@ -30,6 +39,8 @@ class RunConfig(Section):
     model: ModelConfig = ScratchModel()
     problems: ProblemsConfig = ArithmeticProblems()
     reward: RewardConfig = ExactMatch()
+    forked_from: ForkedFrom | None = None
+    """Null begins with the model as it is, or after a warm start; `roll fork` fills this in."""
     warm_start: WarmStartConfig | None = None
     """Supervised steps before the first iteration; null starts from the model as it is."""
     algorithm: AlgorithmConfig = Grpo()
@@ -59,6 +70,15 @@ class RunConfig(Section):
     def _name_is_a_plain_word(self):
         if not self.name or not all(c.isalnum() or c in "-_" for c in self.name):
             raise ValueError(f"name ('{self.name}') may hold letters, digits, '-' and '_' only: it names folders")
+        return self
+
+    @model_validator(mode="after")
+    def _goes_on_after_its_fork(self):
+        if self.forked_from is not None and self.iterations <= self.forked_from.iteration:
+            raise ValueError(
+                f"iterations ({self.iterations}) must be above forked_from.iteration ({self.forked_from.iteration}), "
+                "from which this run goes on"
+            )
         return self
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ from roll_core.data.problem_source import build_source
 from roll_core.errors import UserError
 from roll_core.rollout.renderer import build_renderer
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import find_run, read_chain, read_config
+from roll_core.store.runs import checkpoint_iterations, find_run, read_config
 
 
 def check_ready(config: RunConfig) -> None:
@@ -24,6 +24,7 @@ def check_ready(config: RunConfig) -> None:
     _check_domains(config)
     ObjectStore(config.store.uri).check_writable()
     _check_teachers(config)
+    _check_fork(config)
     _check_folder("work_dir", Path(config.work_dir))
     if config.tracking.uri.startswith("sqlite:///"):
         _check_folder("tracking.uri", Path(config.tracking.uri.removeprefix("sqlite:///")).parent)
@@ -85,6 +86,23 @@ def _check_teachers(config: RunConfig) -> None:
                     raise UserError(f"{key}.model.path: no Hugging Face model in {model.path} (config.json is missing)")
 
 
+def _check_fork(config: RunConfig) -> None:
+    origin = config.forked_from
+    if origin is None:
+        return
+    store = ObjectStore(config.store.uri)
+    parent = read_config(find_run(store, origin.run_id, "forked_from.run_id"))
+    if parent.model != config.model:
+        raise UserError(f"model: a fork of {origin.run_id} goes on with its model; start a new run to change it")
+    if parent.algorithm.has_critic != config.algorithm.has_critic:
+        raise UserError(f"algorithm.kind: {origin.run_id} and its fork must both have a critic, or neither")
+    there = checkpoint_iterations(store, origin.run_id)
+    if origin.iteration not in there:
+        raise UserError(
+            f"forked_from.iteration: {origin.run_id} has no checkpoint of iteration {origin.iteration}; it has {there[-8:]}"
+        )
+
+
 def with_teachers_pinned(config: RunConfig) -> RunConfig:
     """The config with every run that teaches named by iteration, so that each leg and each rank learns from the same."""
     algorithm = config.algorithm
@@ -106,7 +124,7 @@ def checkpoint_iteration(config: RunConfig, teacher: RunTeacher, key: str) -> in
     run = find_run(store, teacher.run_id, f"{key}.run_id")
     if read_config(run).model != config.model:
         raise UserError(f"{key}.run_id: {teacher.run_id} trained another model: give this run the same `model`")
-    there = [manifest.iteration for manifest in read_chain(store, teacher.run_id) if manifest.checkpoint is not None]
+    there = checkpoint_iterations(store, teacher.run_id)
     if not there:
         raise UserError(f"{key}.run_id: {teacher.run_id} has no checkpoint yet: wait for it or name another run")
     if teacher.iteration is not None and teacher.iteration not in there:

@@ -5,7 +5,7 @@ from typing import Any
 
 from roll_core.config.load import validate_config
 from roll_core.config.run import RunConfig
-from roll_core.errors import IterationTaken, UserError
+from roll_core.errors import ArtifactDamaged, IterationTaken, UserError
 from roll_core.store.object_store import AlreadyExists, ObjectStore
 from roll_core.types.manifest import NO_PARENT, Manifest
 from roll_core.types.refs import RunRef, digest_of, record_digest, record_json
@@ -72,14 +72,34 @@ def read_manifest(store: ObjectStore, run_id: str, iteration: int) -> Manifest |
 
 
 def read_chain(store: ObjectStore, run_id: str) -> list[Manifest]:
-    """Committed manifests in order, each checked to name its predecessor; the chain ends where it is broken."""
-    chain: list[Manifest] = []
+    """Committed manifests in order, each checked to name its predecessor; the chain ends where it is broken. That of a fork
+    begins with its parent's, up to the iteration it was forked from."""
+    chain = _inherited(store, run_id)
     while (manifest := read_manifest(store, run_id, len(chain))) is not None:
         expected_parent = record_digest(chain[-1]) if chain else NO_PARENT
         if manifest.parent != expected_parent:
             break
         chain.append(manifest)
     return chain
+
+
+def _inherited(store: ObjectStore, run_id: str) -> list[Manifest]:
+    try:
+        origin = json.loads(store.read(f"runs/{run_id}/config.json")).get("forked_from")
+    except FileNotFoundError:
+        return []
+    if origin is None:
+        return []
+    inherited = read_chain(store, origin["run_id"])[: origin["iteration"] + 1]
+    if len(inherited) <= origin["iteration"]:
+        place = f"{origin['run_id']}@{origin['iteration']}"
+        raise ArtifactDamaged(f"store: {run_id} was forked from {place}, which is no longer whole in {store.uri}")
+    return inherited
+
+
+def checkpoint_iterations(store: ObjectStore, run_id: str) -> list[int]:
+    """Iterations of a run after which it can be continued by others."""
+    return [manifest.iteration for manifest in read_chain(store, run_id) if manifest.checkpoint is not None]
 
 
 def refuse_unless_learned(chain: list[Manifest], run_id: str, iteration: int) -> None:
