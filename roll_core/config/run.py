@@ -22,7 +22,7 @@ from roll_core.config.training import Packing, TrainingConfig, WarmStartConfig
 
 
 class ForkedFrom(Section):
-    """Begin where another run was: its policy, optimizer, place among the problems and reference, after an iteration that has
+    """Begin where another run was: its policy, optimizer, place among problems and reference, after an iteration that has
     a checkpoint. What it stored is shared, not copied."""
 
     run_id: str
