@@ -166,10 +166,10 @@ def runs_command(options: argparse.Namespace) -> int:
     for run_id in run_ids:
         try:
             total = read_config(find_run(store, run_id)).iterations
+            chain = read_chain(store, run_id)
         except RollError as error:
             print(f"{run_id:<24} unreadable: {error}")
             continue
-        chain = read_chain(store, run_id)
         accuracy = next((m.evaluated.accuracy for m in reversed(chain) if m.evaluated), None)
         reached = chain[-1].iteration if chain else 0
         state = "finished" if reached == total else f"resumable: roll resume {run_id}"

@@ -20,6 +20,14 @@ class ArtifactDamaged(RollError):
     """Stored bytes do not match the digest they are named by; they were not loaded."""
 
 
+class StoreUnavailable(RollError, OSError):
+    """The store did not answer for as long as the config lets requests be repeated; what was committed is there."""
+
+
+class StoreRefused(RollError, OSError):
+    """The store answered, and repeating the request would not change the answer."""
+
+
 class IterationTaken(RollError):
     """Another writer committed this iteration first; this one must stop."""
 

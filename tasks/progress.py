@@ -11,6 +11,9 @@ from roll_core.store.runs import read_manifest
 from roll_core.types.manifest import Manifest
 from roll_core.types.refs import RunRef
 
+GLANCE_SECONDS = 2.0
+"""Whoever watches looks again anyway, and must not miss the end of a leg while a store is down."""
+
 
 def announce_run(run: RunRef) -> None:
     logging.getLogger(PROGRESS).info("run %s", run.run_id, extra={"run": run})
@@ -21,7 +24,7 @@ class ManifestWatch:
 
     def __init__(self, run: RunRef, next_iteration: int):
         self._run = run
-        self._store = ObjectStore(run.store_uri)
+        self._store = ObjectStore(run.store_uri, retry_seconds=GLANCE_SECONDS)
         self._next = next_iteration
 
     def look(self) -> None:

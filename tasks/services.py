@@ -44,7 +44,7 @@ def open_services(run: RunRef, leg: int) -> Iterator[Services]:
     with _lease(run, config), tracking(run, config) as tracker, Fleet(run, config, leg_dir) as fleet:
         tracker.set_tags({"roll.leg": str(leg)})
         settle()
-        yield Services(run, config, leg, ObjectStore(run.store_uri), fleet, tracker)
+        yield Services(run, config, leg, ObjectStore(run.store_uri, config.store.retry_seconds), fleet, tracker)
 
 
 @contextlib.contextmanager

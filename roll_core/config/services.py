@@ -6,10 +6,17 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from roll_core.config.base import Section
 
+RETRY_SECONDS = 300.0
+"""Also for whoever has the address of a store and no config yet."""
+
 
 class StoreConfig(Section):
     uri: str = "roll-data/store"
-    """Folder, file:// or s3:// address that holds artifacts and manifests."""
+    """Folder, file:// or s3:// address that holds artifacts and manifests. For s3://, endpoint, credentials and region
+    are the ordinary AWS settings: AWS_ENDPOINT_URL, AWS_PROFILE, AWS_ACCESS_KEY_ID and so on, or files under ~/.aws."""
+    retry_seconds: PositiveFloat = RETRY_SECONDS
+    """Longest outage of the store that is waited for. Requests that got no answer, or one that says "later", are repeated
+    for so long, with growing pauses; then the leg fails and the run can be resumed."""
 
 
 class TrackingConfig(Section):

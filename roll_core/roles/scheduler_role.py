@@ -49,7 +49,7 @@ class RemoteGrader:
 class SchedulerRole:
     def __init__(self, config: RunConfig, store_uri: str, engines: list[RemoteEngine], graders: list[RemoteGrader]):
         self._config = config
-        self._store = ObjectStore(store_uri)
+        self._store = ObjectStore(store_uri, config.store.retry_seconds)
         self._scheduler = RolloutScheduler(
             config.rollout,
             seed=config.seed,

@@ -37,7 +37,7 @@ ANSWERS_KEPT = 16
 class TrainerRank:
     def __init__(self, config: RunConfig, store_uri: str, scratch: Path, rank: int, num_ranks: int):
         self._config = config
-        self._store = ObjectStore(store_uri)
+        self._store = ObjectStore(store_uri, config.store.retry_seconds)
         self._scratch = scratch
         self._rank = rank
         self._num_ranks = num_ranks

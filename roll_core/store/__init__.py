@@ -1,1 +1,1 @@
-"""Artifacts by digest, manifests by conditional create, on any fsspec filesystem. Torch-free."""
+"""Artifacts by digest, manifests by conditional create, in a folder or an S3 bucket. Torch-free."""

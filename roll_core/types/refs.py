@@ -21,10 +21,10 @@ def digest_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def record_json(record: Record) -> bytes:
+def record_json(record: Record, indent: int | None = None) -> bytes:
     """A record as it is stored. Fields that were not set are left out, so that a record written by an earlier version, which
-    did not know them, has the same bytes and the same digest when it is read today."""
-    return record.model_dump_json(exclude_unset=True).encode()
+    did not know them, has the same digest when it is read today."""
+    return record.model_dump_json(exclude_unset=True, indent=indent).encode()
 
 
 def record_digest(record: Record) -> str:

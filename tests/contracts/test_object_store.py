@@ -1,19 +1,46 @@
-"""What every object store must do, on every filesystem we run on."""
+"""What every object store must do, on everything we keep objects on: a folder, memory, a bucket of a real S3 server."""
 
+import multiprocessing
+import os
+import pickle
 import threading
+import time
 import uuid
 from pathlib import Path
 
 import pytest
 
 from roll_core.errors import ArtifactDamaged, UserError
-from roll_core.store.object_store import AlreadyExists, ObjectStore
-from roll_core.types.refs import ArtifactKind
+from roll_core.store.medium import PART_SIZE
+from roll_core.store.object_store import AlreadyExists, ObjectStore, object_name
+from roll_core.types.refs import ArtifactKind, digest_of
+
+KIND = ArtifactKind.CHECKPOINT_FILE
+LARGE = PART_SIZE * 2 + 12345
+"""Two whole parts and a short one."""
 
 
-@pytest.fixture(params=["file", "memory"])
-def store(request, tmp_path: Path) -> ObjectStore:
-    return ObjectStore(f"file://{tmp_path}/store" if request.param == "file" else f"memory://{uuid.uuid4().hex}")
+@pytest.fixture(params=["file", "memory", "s3"])
+def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    match request.param:
+        case "file":
+            return f"file://{tmp_path}/store"
+        case "memory":
+            return f"memory://{uuid.uuid4().hex}"
+        case _:
+            return request.getfixturevalue("s3_server").new_store_uri()
+
+
+@pytest.fixture
+def store(uri: str) -> ObjectStore:
+    return ObjectStore(uri, retry_seconds=60)
+
+
+@pytest.fixture(scope="module")
+def large_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("large") / "weights"
+    path.write_bytes(os.urandom(LARGE))
+    return path
 
 
 def overwrite(store: ObjectStore, name: str, data: bytes) -> None:
@@ -21,67 +48,164 @@ def overwrite(store: ObjectStore, name: str, data: bytes) -> None:
     store.create(name, data)
 
 
-def object_name(ref) -> str:
-    return f"objects/{ref.digest[:2]}/{ref.digest[2:]}"
-
-
 def test_bytes_come_back_by_their_ref(store):
-    ref = store.put(b"hello", ArtifactKind.CHECKPOINT_FILE)
+    ref = store.put(b"hello", KIND)
     assert (ref.size, store.get(ref)) == (5, b"hello")
+    assert store.has(ref)
+
+
+def test_nothing_is_something_that_can_be_stored(store):
+    ref = store.put(b"", KIND)
+    assert (ref.size, store.get(ref)) == (0, b"")
 
 
 def test_the_same_bytes_have_the_same_name_and_are_kept_once(store):
-    first, second = store.put(b"same", ArtifactKind.CHECKPOINT_FILE), store.put(b"same", ArtifactKind.CHECKPOINT_FILE)
+    first, second = store.put(b"same", KIND), store.put(b"same", KIND)
     assert first == second
     assert len(list(store.list("objects"))) == 1
 
 
 @pytest.mark.parametrize("damage", [b"hellp", b"hell", b"", b"hello!"])
-def test_damaged_bytes_are_reported_by_name_and_never_returned(store, damage):
+def test_damaged_bytes_are_reported_by_name_and_never_returned(store, tmp_path, damage):
     ref = store.put(b"hello", ArtifactKind.TRAJECTORIES)
     overwrite(store, object_name(ref), damage)
-    with pytest.raises(ArtifactDamaged, match=ref.digest[2:]):
+    with pytest.raises(ArtifactDamaged, match=f"trajectories {object_name(ref)} in .* is damaged: {len(damage)} bytes"):
         store.get(ref)
+    with pytest.raises(ArtifactDamaged, match=object_name(ref)):
+        store.get_file(ref, tmp_path / "out")
+    assert list(tmp_path.glob("out*")) == []
 
 
-def test_missing_bytes_are_reported_by_name(store):
+def test_missing_bytes_are_reported_by_name(store, tmp_path):
     ref = store.put(b"hello", ArtifactKind.TRAJECTORIES)
     store.delete(object_name(ref))
-    with pytest.raises(ArtifactDamaged, match="is missing"):
+    assert not store.has(ref)
+    with pytest.raises(ArtifactDamaged, match=f"{object_name(ref)} is missing"):
         store.get(ref)
+    with pytest.raises(ArtifactDamaged, match=f"{object_name(ref)} is missing"):
+        store.get_file(ref, tmp_path / "out")
 
 
-def test_putting_bytes_again_repairs_a_truncated_object(store):
-    ref = store.put(b"hello", ArtifactKind.CHECKPOINT_FILE)
-    overwrite(store, object_name(ref), b"he")
-    store.put(b"hello", ArtifactKind.CHECKPOINT_FILE)
+@pytest.mark.parametrize("damage", [b"he", b"hellp"])
+def test_putting_bytes_again_repairs_a_damaged_object(store, damage):
+    ref = store.put(b"hello", KIND)
+    overwrite(store, object_name(ref), damage)
+    store.put(b"hello", KIND)
     assert store.get(ref) == b"hello"
+
+
+def test_a_file_of_several_parts_comes_back_as_a_file_and_as_bytes(store, large_file, tmp_path):
+    ref = store.put_file(large_file, KIND)
+    assert (ref.size, ref.digest) == (LARGE, digest_of(large_file.read_bytes()))
+    store.get_file(ref, tmp_path / "deep" / "out")
+    assert (tmp_path / "deep" / "out").read_bytes() == large_file.read_bytes()
+    assert store.get(ref) == large_file.read_bytes()
+
+
+def test_large_bytes_are_the_same_object_as_a_file_of_them(store, large_file):
+    assert store.put(large_file.read_bytes(), KIND) == store.put_file(large_file, KIND)
+
+
+@pytest.mark.parametrize("keep", [PART_SIZE - 1, PART_SIZE + 1, LARGE - 1])
+def test_a_truncated_large_object_is_reported_by_name(store, large_file, tmp_path, keep):
+    ref = store.put_file(large_file, KIND)
+    overwrite(store, object_name(ref), large_file.read_bytes()[:keep])
+    with pytest.raises(ArtifactDamaged, match=f"{object_name(ref)} .* is damaged: {keep} bytes, expected {LARGE}"):
+        store.get_file(ref, tmp_path / "out")
+    assert list(tmp_path.glob("out*")) == []
+
+
+def test_several_files_go_and_come_back_together(store, large_file, tmp_path):
+    sources = [large_file]
+    for number in range(12):
+        sources.append(tmp_path / f"small-{number}")
+        sources[-1].write_bytes(b"x" * number)
+    refs = store.put_files(sources, KIND)
+    assert [ref.size for ref in refs] == [LARGE, *range(12)]
+    targets = [tmp_path / "back" / str(number) for number in range(13)]
+    store.get_files(zip(refs, targets, strict=True))
+    assert [target.read_bytes() for target in targets] == [source.read_bytes() for source in sources]
+
+
+def test_one_damaged_file_of_several_is_named(store, tmp_path):
+    refs = [store.put(str(number).encode(), KIND) for number in range(8)]
+    overwrite(store, object_name(refs[5]), b"damage")
+    with pytest.raises(ArtifactDamaged, match=object_name(refs[5])):
+        store.get_files((ref, tmp_path / ref.digest) for ref in refs)
+
+
+def test_a_file_that_changes_while_it_is_stored_is_not_stored(store, large_file, tmp_path, monkeypatch):
+    """The last part is changed when the first is on its way."""
+    source = tmp_path / "changing"
+    source.write_bytes(large_file.read_bytes())
+    stored_as = f"objects/{digest_of(source.read_bytes())[:2]}"
+    medium_write = store._medium.write
+
+    def change_then_write(name, parts, size):
+        with open(source, "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            last = file.read(1)
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([last[0] ^ 1]))
+        medium_write(name, parts, size)
+
+    monkeypatch.setattr(store._medium, "write", change_then_write)
+    with pytest.raises(ArtifactDamaged, match="changing changed while it was being stored"):
+        store.put_file(source, KIND)
+    assert list(store.list(stored_as)) == []
 
 
 def test_create_succeeds_once_and_keeps_the_first_bytes(store):
     store.create("runs/a/config.json", b"first")
     with pytest.raises(AlreadyExists):
         store.create("runs/a/config.json", b"second")
+    with pytest.raises(AlreadyExists):
+        store.create("runs/a/config.json", b"first")
     assert store.read("runs/a/config.json") == b"first"
+
+
+def test_what_is_not_there_cannot_be_read_and_need_not_be_deleted(store):
+    with pytest.raises(FileNotFoundError):
+        store.read("runs/a/config.json")
+    store.delete("runs/a/config.json")
 
 
 def test_listing_is_sorted_and_empty_for_a_folder_that_is_not_there(store):
     for name in ("b", "a", "c"):
         store.create(f"runs/{name}/config.json", b"{}")
     assert list(store.list("runs")) == ["a", "b", "c"]
+    assert list(store.list("runs/a")) == ["config.json"]
     assert list(store.list("nowhere")) == []
 
 
-def test_of_sixteen_writers_racing_for_one_name_exactly_one_wins(tmp_path):
-    store = ObjectStore(f"file://{tmp_path}")
-    for round_number in range(10):
+def test_a_listing_shows_what_another_writer_did_since_the_last_one(store, uri):
+    other = ObjectStore(uri)
+    store.create("iterations/0", b"")
+    assert list(store.list("iterations")) == ["0"]
+    other.create("iterations/1", b"")
+    assert list(store.list("iterations")) == ["0", "1"]
+    other.delete("iterations/0")
+    assert list(store.list("iterations")) == ["1"]
+
+
+def test_a_long_listing_is_complete(store):
+    names = [f"{number:08d}.json" for number in range(1100)]
+    for name in names[:-1]:
+        store._medium.write(f"iterations/{name}", iter([b""]), 0)
+    store.create(f"iterations/{names[-1]}", b"")
+    assert list(store.list("iterations")) == names
+
+
+def test_of_sixteen_writers_racing_for_one_name_exactly_one_wins(store):
+    """All of them write the same bytes, as two commands do that open a run of the same config."""
+    for round_number in range(5):
         winners: list[int] = []
         ready = threading.Barrier(16)
 
         def write(writer: int, name: str, winners: list[int] = winners, ready: threading.Barrier = ready) -> None:
             ready.wait()
             try:
-                store.create(name, str(writer).encode())
+                store.create(name, b"same")
             except AlreadyExists:
                 return
             winners.append(writer)
@@ -92,17 +216,77 @@ def test_of_sixteen_writers_racing_for_one_name_exactly_one_wins(tmp_path):
         for thread in threads:
             thread.join()
         assert len(winners) == 1
-        assert store.read(f"iterations/{round_number}") == str(winners[0]).encode()
 
 
-def test_a_half_written_file_is_invisible(tmp_path):
+def test_readers_never_see_half_of_an_object_that_is_being_replaced(store):
+    versions = [bytes([number]) * 2**20 for number in range(20)]
+    store.create("turning", versions[0])
+    seen: set[bytes] = set()
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            seen.add(store.read("turning"))
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    for version in versions:
+        store._medium.write("turning", iter([version]), len(version))
+    done.set()
+    reader.join()
+    assert seen <= set(versions)
+
+
+@pytest.mark.parametrize("uri", ["file", "s3"], indirect=True)
+def test_a_store_opened_before_a_fork_works_in_the_child_and_the_parent(store):
+    before = store.put(b"before", KIND)
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+
+    def work() -> None:
+        answers.put((store.get(before), store.put(b"in the child", KIND), list(store.list("objects"))))
+
+    child = context.Process(target=work)
+    started = time.monotonic()
+    child.start()
+    seen, ref, listed = answers.get(timeout=60)
+    child.join()
+    assert (child.exitcode, seen, len(listed)) == (0, b"before", 2)
+    assert store.get(ref) == b"in the child"
+    assert time.monotonic() - started < 30
+
+
+def test_a_store_can_be_sent_to_another_process(store):
+    ref = store.put(b"hello", KIND)
+    sent = pickle.loads(pickle.dumps(store))
+    assert (sent.uri, sent.get(ref)) == (store.uri, b"hello")
+
+
+def test_a_writable_store_is_left_as_it_was(store):
+    store.check_writable()
+    assert list(store.list("objects")) == []
+
+
+def test_a_half_written_file_is_invisible_and_swept_when_it_is_old(tmp_path):
     store = ObjectStore(f"file://{tmp_path}")
     store.create("iterations/0", b"whole")
-    (tmp_path / "iterations/1.partial-abc").write_bytes(b"torn")
+    torn = tmp_path / "iterations/1.partial-abc"
+    torn.write_bytes(b"torn")
     assert list(store.list("iterations")) == ["0"]
+    assert store.remove_unfinished(older_than_seconds=60) == 0
+    os.utime(torn, (time.time() - 120, time.time() - 120))
+    assert store.remove_unfinished(older_than_seconds=60) == 1
+    assert not torn.exists()
+    assert store.read("iterations/0") == b"whole"
 
 
 def test_an_unwritable_store_is_one_sentence_that_names_the_key(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match="store.uri: cannot write to .*: make it writable or point store.uri elsewhere"):
         ObjectStore(f"file://{tmp_path}/file/store").check_writable()
+
+
+@pytest.mark.parametrize("uri", ["gs://bucket/x", "s3://"])
+def test_an_address_that_cannot_be_a_store_is_refused(uri):
+    with pytest.raises(UserError, match="store.uri: "):
+        ObjectStore(uri)

@@ -1,10 +1,11 @@
 """Runs in the store: numbered, found, advanced by manifests whose chain is checked."""
 
+import hashlib
 import json
 
 import pytest
 
-from roll_core.errors import IterationTaken, UserError
+from roll_core.errors import ArtifactDamaged, IterationTaken, UserError
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.runs import commit, find_run, open_run, read_chain, read_config, read_manifest
 from roll_core.store.summary import summary_of
@@ -72,8 +73,10 @@ def test_a_config_changed_after_the_run_was_opened_is_refused(store, tmp_path):
     changed = store.read(name).replace(b'"iterations": 2', b'"iterations": 9')
     store.delete(name)
     store.create(name, changed)
-    with pytest.raises(UserError, match="was changed after the run was opened"):
+    with pytest.raises(ArtifactDamaged, match="runs/tiny-1/config.json in .* is not what was written"):
         read_config(opened)
+    with pytest.raises(ArtifactDamaged, match="runs/tiny-1/config.json"):
+        find_run(store, "tiny-1")
 
 
 def test_the_chain_is_what_was_committed_in_order(store):
@@ -84,10 +87,84 @@ def test_the_chain_is_what_was_committed_in_order(store):
     assert read_manifest(store, "tiny-1", 3) is None
 
 
-def test_the_chain_ends_before_a_manifest_that_names_another_parent(store):
-    chain = commit_chain(store, 2)
+def test_a_manifest_that_names_another_parent_is_an_error_that_names_it(store):
+    commit_chain(store, 2)
     commit(store, manifest(2, "some other parent"))
-    assert read_chain(store, "tiny-1") == chain
+    with pytest.raises(ArtifactDamaged, match="iterations/00000002.json .* does not continue the iteration before it"):
+        read_chain(store, "tiny-1")
+
+
+def replace(store: ObjectStore, name: str, data: bytes) -> None:
+    store.delete(name)
+    store.create(name, data)
+
+
+def manifest_name(iteration: int, run_id: str = "tiny-1") -> str:
+    return f"runs/{run_id}/iterations/{iteration:08d}.json"
+
+
+@pytest.mark.parametrize("iteration", [0, 1, 2])
+def test_every_changed_bit_of_a_manifest_is_noticed_wherever_it_is_in_the_chain(store, iteration):
+    commit_chain(store, 3)
+    name = manifest_name(iteration)
+    whole = store.read(name)
+    for position in range(0, len(whole), 7):
+        replace(store, name, whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1 :])
+        with pytest.raises(ArtifactDamaged, match=name):
+            read_chain(store, "tiny-1")
+
+
+@pytest.mark.parametrize("iteration", [0, 1, 2])
+def test_a_truncated_manifest_is_an_error_and_not_the_end_of_the_run(store, iteration):
+    commit_chain(store, 3)
+    name = manifest_name(iteration)
+    for keep in (0, 10, len(store.read(name)) - 1):
+        replace(store, name, store.read(name)[:keep])
+        with pytest.raises(ArtifactDamaged, match=name):
+            read_chain(store, "tiny-1")
+
+
+def test_a_manifest_missing_before_the_newest_is_named(store):
+    commit_chain(store, 3)
+    store.delete(manifest_name(1))
+    with pytest.raises(
+        ArtifactDamaged, match="iterations/00000001.json is missing from .*, though later iterations are there"
+    ):
+        read_chain(store, "tiny-1")
+
+
+def test_without_its_newest_manifest_a_run_ends_where_it_was_before_that_commit(store):
+    chain = commit_chain(store, 3)
+    store.delete(manifest_name(2))
+    assert read_chain(store, "tiny-1") == chain[:2]
+
+
+def test_manifests_in_each_others_place_are_noticed(store):
+    commit_chain(store, 3)
+    first, second = store.read(manifest_name(1)), store.read(manifest_name(2))
+    replace(store, manifest_name(1), second)
+    replace(store, manifest_name(2), first)
+    with pytest.raises(ArtifactDamaged, match="iterations/00000001.json"):
+        read_chain(store, "tiny-1")
+
+
+def test_the_config_of_another_run_is_not_taken_for_this_one(store, tmp_path):
+    for _ in range(2):
+        open_run(store, tiny_config(tmp_path))
+    replace(store, "runs/tiny-1/config.json", store.read("runs/tiny-2/config.json"))
+    with pytest.raises(ArtifactDamaged, match="runs/tiny-1/config.json"):
+        find_run(store, "tiny-1")
+
+
+def test_a_manifest_is_json_that_a_person_can_read_and_check(store):
+    (committed,) = commit_chain(store, 1)
+    text = store.read(manifest_name(0)).decode()
+    sealed = json.loads(text)
+    assert sealed["name"] == manifest_name(0)
+    assert Manifest.model_validate(sealed["content"]) == committed
+    content = text.partition('"content":\n')[2].removesuffix("\n}\n")
+    assert hashlib.sha256(content.encode()).hexdigest() == sealed["sha256"]
+    assert '\n "iteration": 0,\n' in content
 
 
 def test_a_metric_that_is_not_a_number_can_be_read_back(store):
@@ -109,14 +186,3 @@ def test_the_summary_is_the_curve_of_evaluations(store):
     summary = summary_of("tiny-1", commit_chain(store, 4))
     assert summary.curve == ((0, 0.0), (1, 0.1), (2, 0.2), (3, 0.3))
     assert summary.sentence == "held-out accuracy 0.00 -> 0.30 in 3 iterations"
-
-
-@pytest.mark.parametrize(("stored", "means"), [(0.0, None), (0.04, 0.04)])
-def test_a_run_opened_by_version_0_1_0_can_still_be_read(store, tmp_path, stored, means):
-    config = tiny_config(tmp_path)
-    tree = config.model_dump(mode="json")
-    tree["algorithm"] = {"kind": "grpo", "clip_low": 0.2, "clip_high": 0.28, "kl_coefficient": stored}
-    data = json.dumps(tree).encode()
-    store.create("runs/old-1/config.json", data)
-    kl_loss = read_config(find_run(store, "old-1")).algorithm.kl_loss
-    assert (kl_loss and kl_loss.coefficient) == means

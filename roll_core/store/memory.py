@@ -1,0 +1,46 @@
+"""Objects in this process's memory (memory://NAME): for tests that need a store and no disk."""
+
+import threading
+from collections.abc import Iterator
+
+from roll_core.store.medium import AlreadyExists
+
+_ALL: dict[str, dict[str, bytes]] = {}
+_LOCK = threading.Lock()
+
+
+class Memory:
+    """Two with the same name hold the same objects."""
+
+    def __init__(self, name: str):
+        self._objects = _ALL.setdefault(name, {})
+
+    def write(self, name: str, parts: Iterator[bytes], size: int) -> None:  # noqa: ARG002
+        self._objects[name] = b"".join(parts)
+
+    def create(self, name: str, data: bytes) -> None:
+        with _LOCK:
+            if name in self._objects:
+                raise AlreadyExists(name)
+            self._objects[name] = data
+
+    def read(self, name: str) -> bytes:
+        if name not in self._objects:
+            raise FileNotFoundError(name)
+        return self._objects[name]
+
+    def read_parts(self, name: str, expected_size: int) -> Iterator[bytes]:  # noqa: ARG002
+        yield self.read(name)
+
+    def size(self, name: str) -> int:
+        return len(self.read(name))
+
+    def list(self, folder: str) -> list[str]:
+        prefix = f"{folder}/"
+        return list({name.removeprefix(prefix).split("/")[0] for name in list(self._objects) if name.startswith(prefix)})
+
+    def delete(self, name: str) -> None:
+        self._objects.pop(name, None)
+
+    def remove_unfinished(self, older_than_seconds: float) -> int:  # noqa: ARG002
+        return 0

@@ -1,0 +1,41 @@
+"""Records that are found by name and not by digest (configs, manifests), kept with their own name and digest.
+
+A sealed object is JSON that a person can read:
+    {"name": "runs/quickstart-3/iterations/00000004.json",
+    "sha256": "5d41402a...",
+    "content":
+    {...}
+    }
+A changed byte, a cut, or an object that stands in another's place is noticed by whoever reads it.
+"""
+
+import json
+
+from roll_core.errors import ArtifactDamaged
+from roll_core.store.object_store import ObjectStore
+from roll_core.types.refs import digest_of
+
+_BEFORE_CONTENT, _AFTER_CONTENT = b'\n"content":\n', b"\n}\n"
+
+
+def create_sealed(store: ObjectStore, name: str, content: bytes) -> None:
+    """Write a record that must not exist yet, as `ObjectStore.create` does."""
+    store.create(name, _seal(name, content))
+
+
+def read_sealed(store: ObjectStore, name: str) -> bytes:
+    """The content of a record as it was written; FileNotFoundError if it is not there."""
+    data = store.read(name)
+    _, _, rest = data.partition(_BEFORE_CONTENT)
+    content = rest.removesuffix(_AFTER_CONTENT)
+    if data != _seal(name, content):
+        raise ArtifactDamaged(
+            f"store: {name} in {store.uri} is not what was written under that name (damaged, edited, or of another version "
+            "of roll): restore it from a copy"
+        )
+    return content
+
+
+def _seal(name: str, content: bytes) -> bytes:
+    head = f'{{"name": {json.dumps(name)},\n"sha256": "{digest_of(content)}",'
+    return head.encode() + _BEFORE_CONTENT + content + _AFTER_CONTENT

@@ -1,0 +1,20 @@
+"""Fixtures of several suites: a real S3 server, started once, and ordinary AWS settings that lead to it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.s3_server import S3Server, use_server
+
+
+@pytest.fixture(scope="session")
+def started_s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with S3Server(Path(tmp_path_factory.mktemp("s3"))) as server:
+        yield server
+
+
+@pytest.fixture
+def s3_server(started_s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    use_server(monkeypatch, started_s3_server.environment)
+    return started_s3_server

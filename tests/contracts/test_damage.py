@@ -1,0 +1,57 @@
+"""Whatever happens to a stored object: what was written is read, or an error names it. `benchmarks/damage.py` in small."""
+
+import random
+
+import pytest
+
+from benchmarks import damage
+from benchmarks.damage import Damage, Outcome
+from roll_core.store.object_store import ObjectStore
+
+
+@pytest.fixture(params=["file", "s3"])
+def store(request, tmp_path) -> ObjectStore:
+    if request.param == "file":
+        return ObjectStore(f"file://{tmp_path}/store")
+    return ObjectStore(request.getfixturevalue("s3_server").new_store_uri())
+
+
+def test_damage_is_detected_or_harmless_and_never_loaded(store, tmp_path):
+    stored = damage.write_runs(store, tmp_path, num_runs=2, num_iterations=4, large_file=damage.LARGE_FILE)
+    outcomes = damage.try_damages(store, stored, tmp_path, count=60, seed=1)
+    assert sum(outcomes.values()) == 60
+    assert {outcome for _, _, outcome in outcomes} <= damage.ACCEPTED
+    assert damage.read_everything(store, stored, tmp_path) == damage.Seen()
+
+
+def test_the_judge_knows_silence_when_it_sees_it(tmp_path):
+    """A judge that accepted everything would prove nothing: here what is expected is wrong instead of what is stored."""
+    store = ObjectStore(f"file://{tmp_path}/store")
+    stored = damage.write_runs(store, tmp_path, num_runs=1, num_iterations=2, large_file=1000)
+    (run,) = stored.runs
+    chain = stored.chains[run.run_id]
+    lie = chain[1].model_copy(update={"next_problem": 999})
+    expected = damage.Stored(stored.runs, stored.configs, {run.run_id: [chain[0], lie, chain[2]]}, stored.names)
+    seen = damage.read_everything(store, expected, tmp_path)
+    assert damage.judge(seen, {stored.names[0]}, Damage.FLIP, expected) is Outcome.SILENT
+
+
+def test_only_the_newest_manifest_can_go_without_notice(tmp_path):
+    store = ObjectStore(f"file://{tmp_path}/store")
+    stored = damage.write_runs(store, tmp_path, num_runs=1, num_iterations=2, large_file=1000)
+    outcomes = {}
+    for name in stored.names:
+        data = store.read(name)
+        store.delete(name)
+        outcomes[name] = damage.judge(damage.read_everything(store, stored, tmp_path), {name}, Damage.DELETE, stored)
+        store.create(name, data)
+    assert {name for name in outcomes if outcomes[name] is not Outcome.DETECTED} == stored.newest_manifests
+    assert {outcomes[name] for name in stored.newest_manifests} == {Outcome.REDONE}
+
+
+@pytest.mark.parametrize("kind", list(Damage))
+def test_damage_changes_bytes(kind):
+    originals = {"a": b"0123456789", "b": b"abc"} if kind is Damage.SWAP else {"a": b"0123456789"}
+    for seed in range(100):
+        changed = damage.damaged_bytes(originals, kind, random.Random(seed))
+        assert all(changed[name] != data for name, data in originals.items())
