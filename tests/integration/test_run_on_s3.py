@@ -1,0 +1,33 @@
+"""A whole run whose store is a real S3 server: through an outage of the server, a killed trainer, and a resume."""
+
+import os
+import signal
+
+from roll_core.store.object_store import ObjectStore
+from roll_core.store.runs import read_chain
+from tests.integration.conftest import wait_until
+
+
+def test_a_run_on_s3_survives_an_outage_of_the_store_and_a_killed_trainer(workspace, s3_server):
+    workspace.environment |= s3_server.environment
+    uri = s3_server.new_store_uri()
+    store = ObjectStore(uri)
+
+    def reached(iteration: int) -> bool:
+        return len(read_chain(store, "tiny-1")) > iteration
+
+    process = workspace.start(
+        "run", str(workspace.config), "--set", f"store.uri={uri}", "--set", "iterations=30", "--set", "checkpoint.every=5"
+    )
+    wait_until(lambda: reached(2), "iteration 2 is committed")
+    s3_server.kill()
+    s3_server.start()
+    wait_until(lambda: reached(7), "iteration 7 is committed")
+    os.kill(workspace.pid_of("trainer rank 0"), signal.SIGKILL)
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    chain = read_chain(store, "tiny-1")
+    assert [m.iteration for m in chain] == list(range(31))
+    assert {m.leg for m in chain} == {1, 2}
+    replayed = workspace.roll("replay", "tiny-1@30", "--store", uri)
+    assert replayed.returncode == 0, replayed.stdout
