@@ -43,7 +43,10 @@ def test_a_missing_model(workspace):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        (["algorithm.domains={math: {}}"], "algorithm.domains: no problem is of domain 'math'; domains: sort"),
+        (
+            ["algorithm={kind: grpo, domains: {math: {}}}"],
+            "algorithm.domains: no problem is of domain 'math'; domains: sort",
+        ),
         (
             ["algorithm.kind=distillation", "algorithm.teachers=[{kind: run, run_id: tiny-9}]"],
             "algorithm.teachers.0.run_id: there is no run 'tiny-9'",
