@@ -21,9 +21,8 @@ def parent(tmp_path_factory, prefect_home) -> Workspace:
     return workspace
 
 
-@pytest.mark.parametrize("iteration", [3, 4], ids=["after a checkpoint", "one after that"])
-def test_a_replayed_update_is_the_committed_one_to_the_bit(parent, iteration):
-    done = parent.roll("replay", f"tiny-1@{iteration}")
+def test_a_replayed_update_is_the_committed_one_to_the_bit(parent):
+    done = parent.roll("replay", "tiny-1@4")
     assert done.returncode == 0, done.stdout
     assert [line.split() for line in done.stdout.strip().splitlines()] == [
         ["update/loss", "equal"],
