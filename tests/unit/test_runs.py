@@ -186,3 +186,11 @@ def test_the_summary_is_the_curve_of_evaluations(store):
     summary = summary_of("tiny-1", commit_chain(store, 4))
     assert summary.curve == ((0, 0.0), (1, 0.1), (2, 0.2), (3, 0.3))
     assert summary.sentence == "held-out accuracy 0.00 -> 0.30 in 3 iterations"
+
+
+def test_manifests_of_version_0_1_0_can_still_be_read(store):
+    """They were their content alone."""
+    chain = commit_chain(store, 2)
+    for iteration, committed in enumerate(chain):
+        replace(store, manifest_name(iteration), committed.model_dump_json().encode())
+    assert read_chain(store, "tiny-1") == chain
