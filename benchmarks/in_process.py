@@ -5,10 +5,11 @@ evaluation, and to repeat iterations as the model work alone.
 """
 
 import asyncio
+import sys
 import tempfile
 import time
 import warnings
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,42 +21,23 @@ from torch import Tensor
 from roll_core.config.run import RunConfig
 from roll_core.data.problem_source import build_source
 from roll_core.inference.base import InFlight, WeightsUpdate
-from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
 from roll_core.models.causal_lm import build_model
 from roll_core.roles.reward_role import RewardRole
 from roll_core.rollout import metrics
+from roll_core.rollout.in_process import LocalEngine, LocalGrader
 from roll_core.rollout.renderer import build_renderer
 from roll_core.rollout.scheduler import RolloutScheduler
 from roll_core.store.checkpoints import download_files
 from roll_core.training.learner import Learner
 from roll_core.types.manifest import Manifest
 from roll_core.types.refs import CheckpointRef
-from roll_core.types.trajectory import Failure, Problem, Score, Trajectory
 
 Weights = dict[str, Tensor]
 """Tensors by Hugging Face name."""
 
 # One process is what is wanted here; torch.distributed.checkpoint warns of it at every load.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-
-
-@dataclass(frozen=True)
-class LocalEngine:
-    name: str
-    engine: TorchEngine
-
-    async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
-        yield list(await asyncio.gather(*(self.engine.generate(request) for request in requests)))
-
-
-@dataclass(frozen=True)
-class LocalGrader:
-    name: str
-    role: RewardRole
-
-    async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure]:
-        return await self.role.grade(items)
 
 
 @dataclass(frozen=True)
@@ -114,6 +96,8 @@ def replay_model_work(run: FinishedRun, manifests: Iterable[Manifest]) -> list[M
 
 
 async def _replay(run: FinishedRun, manifests: Iterable[Manifest]) -> list[ModelWork]:
+    if run.config.algorithm.needs_reference or run.config.algorithm.kind == "distillation":
+        sys.exit("the replay loads neither references nor teachers: choose an algorithm without them")
     config, engine = run.config, _open_engine(run.config)
     loop = _Loop(
         config=config,
@@ -139,6 +123,8 @@ class _Loop:
         times.append(time.perf_counter())
         prepared = self.learner.prepare(trajectories)
         times.append(time.perf_counter())
+        if self.config.algorithm.has_critic:
+            self.learner.update_critic(prepared)
         self.learner.update(prepared, manifest.iteration)
         times.append(time.perf_counter())
         await self.publish(manifest.weights_version)
@@ -168,4 +154,5 @@ def _open_scheduler(config: RunConfig, engine: TorchEngine) -> RolloutScheduler:
         renderer=build_renderer(config.model),
         engines=[LocalEngine("engine", engine)],
         graders=[LocalGrader("grader", RewardRole(config))],
+        greedy_baseline=config.algorithm.samples_greedily,
     )

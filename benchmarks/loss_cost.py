@@ -3,17 +3,15 @@ logits of a whole micro-batch exist.
 
     python benchmarks/loss_cost.py [--only grpo,ppo] [--repeats 20]
 
-For every algorithm of the catalogue, on 512 random trajectories of the quickstart: the median time of assigning credit,
-of the loss and its gradient (with respect to logprobs, so without the model), and of the whole update. Then the [tokens,
-vocabulary] tensors that one forward and one backward pass allocate.
+For every algorithm of the catalogue, on 512 random trajectories of the quickstart: the time (the least of the repeats,
+which other work disturbed least) of assigning credit, of the loss and its gradient (with respect to logprobs, so without
+the model), and of the whole update. Then the [tokens, vocabulary] tensors that one forward and one backward pass allocate.
 """
 
 import argparse
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from statistics import median
 from typing import Any
 
 import torch
@@ -26,10 +24,13 @@ from roll_core.batching.micro_batch import MicroBatch
 from roll_core.batching.samples import build_batch
 from roll_core.config.load import load_config
 from roll_core.config.run import RunConfig
+from roll_core.config.training import Precision
 from roll_core.models.characters import VOCABULARY
-from roll_core.training.learner import Learner, PreparedBatch
+from roll_core.training.base import Policy
+from roll_core.training.learner import Learner
 from roll_core.training.scorer import Scored
 from roll_core.training.torch_backend import TorchBackend, _loss_inputs
+from roll_core.training.torch_trained import TorchSettings
 from roll_core.types.trajectory import GREEDY_ATTEMPT, Ending, Score, Trajectory, Turn
 
 LEFT_OUT = {"distillation": "its teacher is another run"}
@@ -57,7 +58,7 @@ def seconds(act: Callable[[], Any], repeats: int) -> float:
         start = time.perf_counter()
         act()
         times.append(time.perf_counter() - start)
-    return median(times)
+    return min(times)
 
 
 def measure(config: RunConfig, repeats: int) -> tuple[float, float, float]:
@@ -86,37 +87,41 @@ def measure(config: RunConfig, repeats: int) -> tuple[float, float, float]:
 
 
 class LogitsCount(TorchDispatchMode):
-    """Counts fresh tensors as large as the logits of a whole micro-batch."""
+    """Counts fresh tensors of the vocabulary's width that hold a whole micro-batch, and the tokens of the largest."""
 
-    def __init__(self, numel: int):
+    def __init__(self, num_tokens: int):
         super().__init__()
-        self._numel = numel
-        self._seen: set[int] = set()
-        self.fresh = 0
+        self._num_tokens = num_tokens
+        self.whole = 0
+        self.largest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
+        writes_into_another = func.__name__.split(".")[0].endswith("_") or "out" in (kwargs or {})
         for tensor in out if isinstance(out, tuple | list) else [out]:
-            is_large = isinstance(tensor, torch.Tensor) and tensor.numel() >= self._numel and tensor.is_floating_point()
-            writes_into_another = func.__name__.split(".")[0].endswith("_") or "out" in (kwargs or {})
-            is_view = is_large and tensor._base is not None
-            if is_large and not writes_into_another and not is_view and tensor.shape[-1] == len(VOCABULARY):
-                self.fresh += 1
+            is_wide = isinstance(tensor, torch.Tensor) and tensor.ndim == 2 and tensor.shape[-1] == len(VOCABULARY)
+            if is_wide and tensor._base is None and not writes_into_another and tensor.is_floating_point():
+                self.whole += tensor.shape[0] >= self._num_tokens
+                self.largest = max(self.largest, tensor.shape[0])
         return out
 
 
-def count_logits(config: RunConfig, prepared: PreparedBatch, chunk_tokens: int) -> tuple[int, int, int]:
-    """Tokens of a micro-batch, and its [tokens, vocabulary] tensors in the forward and in the backward pass."""
-    training = config.training.model_copy(update={"logprob_chunk_tokens": chunk_tokens})
-    learner = Learner(config.model_copy(update={"training": training}), rank=0, num_ranks=1, device=torch.device("cpu"))
-    assert isinstance(learner._policy, TorchBackend)
-    micro_batch: MicroBatch = prepared.steps[0][0]
-    tokens = len(micro_batch.place_N)
-    with LogitsCount(tokens * len(VOCABULARY)) as forward:
-        scored = learner._policy._scorer(micro_batch)
-    with LogitsCount(tokens * len(VOCABULARY)) as backward:
-        (scored.logprobs_N.sum() + 0 * scored.entropies_N.detach().sum()).backward()
-    return tokens, forward.fresh, backward.fresh
+def count_logits(config: RunConfig, micro_batch: MicroBatch, *, entropy: bool, full_kl: bool) -> str:
+    """[tokens, vocabulary] tensors of one forward and one backward pass over a micro-batch."""
+    settings = TorchSettings(config.training, config.seed, 1.0, torch.device("cpu"))
+    backend = TorchBackend(config.model, settings)
+    backend.build_frozen(Policy.REFERENCE, config.model)
+    num_tokens = len(micro_batch.place_N)
+    with LogitsCount(num_tokens) as count, settings.arithmetic():
+        scored = backend._scorer(micro_batch, backend._reference_states(micro_batch) if full_kl else None)
+        loss = scored.logprobs_N.sum()
+        if entropy:
+            loss = loss + scored.entropies_N.sum()
+        if full_kl:
+            loss = loss + scored.divergences_N.sum()
+    with count:
+        loss.backward()
+    return f"whole {count.whole}, the largest has {count.largest} of {num_tokens} tokens"
 
 
 def main() -> None:
@@ -134,16 +139,14 @@ def main() -> None:
         credit, loss, update = measure(config, options.repeats)
         share = (credit + loss) / update
         print(f"{row.kind:20} {credit * 1e3:9.2f} {loss * 1e3:8.2f} {update * 1e3:10.1f}  {share:.2%}", flush=True)
-    config = load_config(QUICKSTART)
-    learner = Learner(config, rank=0, num_ranks=1, device=torch.device("cpu"))
-    prepared = learner.prepare(trajectories(config))
-    prepared = replace(prepared, steps=prepared.steps[:1])
-    for chunk_tokens in (config.training.logprob_chunk_tokens, 512):
-        tokens, forward, backward = count_logits(config, prepared, chunk_tokens)
-        print(
-            f"a micro-batch of {tokens} tokens, logits {chunk_tokens} tokens at a time: "
-            f"[tokens, vocabulary] tensors made in forward {forward}, in backward {backward}"
-        )
+    print("[tokens, vocabulary] tensors made in forward and backward of a micro-batch:")
+    for precision in Precision:
+        config = load_config(QUICKSTART, [f"training.precision={precision}"])
+        learner = Learner(config, rank=0, num_ranks=1, device=torch.device("cpu"))
+        micro_batch = learner.prepare(trajectories(config)).steps[0][0]
+        for entropy, full_kl in ((False, False), (True, False), (True, True)):
+            name = f"{precision}{', entropy bonus' if entropy else ''}{', full KL' if full_kl else ''}"
+            print(f"  {name:35} {count_logits(config, micro_batch, entropy=entropy, full_kl=full_kl)}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Opening and finding runs."""
 
 from roll_core.config.load import load_config
-from roll_core.planning.preflight import check_ready
+from roll_core.planning.preflight import check_ready, with_teachers_pinned
 from roll_core.store import runs
 from roll_core.store.object_store import ObjectStore
 from roll_core.types.refs import RunRef
@@ -13,7 +13,8 @@ def open_run(config_path: str, overrides: list[str]) -> RunRef:
     """Check that everything the run needs is there, then claim its name."""
     config = load_config(config_path, overrides)
     check_ready(config)
-    return runs.open_run(ObjectStore(config.store.uri, config.store.retry_seconds), config)
+    store = ObjectStore(config.store.uri, config.store.retry_seconds)
+    return runs.open_run(store, with_teachers_pinned(config))
 
 
 @state_changing("find run")

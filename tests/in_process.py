@@ -1,8 +1,6 @@
 """Real iterations in one process: engine, scheduler, reward and learner as the roles hold them, without Ray around them."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from itertools import count
 
 import torch
@@ -10,32 +8,14 @@ import torch
 from roll_core.config.run import RunConfig
 from roll_core.data.problem_source import build_source
 from roll_core.inference.base import InFlight, WeightsUpdate
-from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
 from roll_core.roles.reward_role import RewardRole
+from roll_core.rollout.in_process import LocalEngine, LocalGrader
 from roll_core.rollout.renderer import build_renderer
 from roll_core.rollout.scheduler import RolloutScheduler
 from roll_core.training.learner import Learner
 from roll_core.types.manifest import CollectRequest, Metrics
-from roll_core.types.trajectory import Failure, Problem, Score, Trajectory
-
-
-@dataclass(frozen=True)
-class LocalEngine:
-    name: str
-    engine: TorchEngine
-
-    async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
-        yield list(await asyncio.gather(*(self.engine.generate(request) for request in requests)))
-
-
-@dataclass(frozen=True)
-class LocalGrader:
-    name: str
-    role: RewardRole
-
-    async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure]:
-        return await self.role.grade(items)
+from roll_core.types.trajectory import Trajectory
 
 
 class InProcess:

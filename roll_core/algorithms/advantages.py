@@ -67,6 +67,11 @@ def greedy_baseline(inputs: AdvantageInputs) -> Tensor:
     return _returns(inputs.rewards_S - inputs.greedy_rewards_S, inputs)
 
 
+def constant_baseline(inputs: AdvantageInputs, *, baseline: float) -> Tensor:
+    """Each reward minus a number that is the same for all (TOPR's c, arXiv 2503.14286)."""
+    return _returns(inputs.rewards_S - baseline, inputs)
+
+
 def best_of_group(inputs: AdvantageInputs, *, minimum_reward: float = 0.0) -> Tensor:
     """1 for the trajectories with their group's highest reward, if above a minimum, 0 for the others (RAFT++,
     2504.11343)."""
@@ -127,7 +132,9 @@ def reverse_kl_to_teachers(inputs: AdvantageInputs) -> Tensor:
     assert inputs.teacher_logprobs_KN is not None, "teacher logprobs were not computed"
     assert inputs.teacher_weights_KN is not None
     assert inputs.sampler_logprobs_N is not None
-    return (inputs.teacher_weights_KN * (inputs.teacher_logprobs_KN - inputs.sampler_logprobs_N)).sum(0)
+    credit_KN = inputs.teacher_weights_KN * (inputs.teacher_logprobs_KN - inputs.sampler_logprobs_N)
+    # What a teacher says outside its domains may be anything, even not a number.
+    return torch.where(inputs.teacher_weights_KN > 0, credit_KN, torch.zeros_like(credit_KN)).sum(0)
 
 
 def distilled_and_rewarded(inputs: AdvantageInputs, *, reward_weight: float) -> Tensor:

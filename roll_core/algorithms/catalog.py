@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import yaml
+
 from roll_core.algorithms import advantages, divergences, losses, reductions
 from roll_core.algorithms.corrections import Correction, correct
 from roll_core.algorithms.credit import CreditRecipe
@@ -30,11 +32,15 @@ class Row:
     advantage: Callable[[Any], AdvantageFn]
     objective: Callable[[Any], Objective]
     example: str = ""
-    """What a config must add beside `kind`."""
+    """What a config could, or must, say beside `kind`."""
 
     @property
     def kind(self) -> str:
         return self.config.model_fields["kind"].default
+
+    @property
+    def example_settings(self) -> dict[str, Any]:
+        return yaml.safe_load(self.example) or {}
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ TABLE: tuple[Row, ...] = (
         variants.Grpo,
         name="GRPO",
         paper="arXiv 2402.03300",
-        formula=f"A = (R - group mean) / group std;  loss = {CLIPPED}",
+        formula=f"A = (R - group mean) / group std;  loss = {CLIPPED}, mean over tokens (the paper: over sequences)",
         use_when="The default: verifiable rewards, eight or more trajectories a problem.",
         advantage=_group,
         objective=_clipped,
@@ -254,7 +260,9 @@ TABLE: tuple[Row, ...] = (
         paper="arXiv 2503.14286",
         formula="loss = -w+ A log pi for A >= 0, -w- sg[clip(pi / sampler, lower, upper)] A log pi for A < 0",
         use_when="Very stale or offline data: positives need no ratio, negatives fade out.",
-        advantage=_group,
+        advantage=lambda c: (
+            _group(c) if c.reward_baseline is None else partial(advantages.constant_baseline, baseline=c.reward_baseline)
+        ),
         objective=lambda c: partial(
             losses.tapered_off_policy,
             positive_weight=c.positive_weight,
@@ -312,7 +320,7 @@ def build_algorithm(config: AlgorithmConfig, *, num_optimizer_steps: int, max_ne
             entropy_coefficient=config.entropy_coefficient,
         ),
         value_loss=(
-            partial(clipped_value_loss, value_clip=config.critic.value_clip) if isinstance(config, variants.Ppo) else None
+            partial(clipped_value_loss, value_clip=config.value_model.value_clip) if config.value_model is not None else None
         ),
         credit_signals=config.credit_signals,
         loss_signals=config.loss_signals(num_optimizer_steps),
@@ -356,4 +364,4 @@ def _correction(config: AlgorithmConfig) -> Correction | None:
 
 def _skips_zero_advantages(config: AlgorithmConfig) -> bool:
     regularized = config.kl_loss is not None or config.entropy_coefficient > 0
-    return not regularized and not isinstance(config, variants.Kimi | variants.Ppo)
+    return not regularized and not config.has_critic and not isinstance(config, variants.Kimi)

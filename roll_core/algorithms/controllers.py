@@ -2,7 +2,7 @@
 
 
 def adapted_coefficient(
-    coefficient: float, *, measured: float, target: float, num_samples: int, horizon: float, max_error: float = 0.2
+    coefficient: float, *, measured: float, target: float, num_samples: int, horizon: float, max_error: float
 ) -> float:
     """Ziegler et al. (arXiv 1909.08593): up when the KL is above its target, down when below, by at most `max_error` of
     itself every `horizon` samples."""

@@ -22,7 +22,8 @@ def correct(
     inputs: LossInputs, *, weighting: WeightingConfig | None, filters: tuple[FilterConfig, ...], veto_below: float | None
 ) -> tuple[LossInputs, dict[str, Tensor]]:
     """Weights and masks for the mismatch, and sums of them to report. A sequence with a token whose ratio is below
-    `veto_below` is removed whole: the sampler did something the trainer finds all but impossible."""
+    `veto_below` is removed whole: the sampler did something the trainer finds all but impossible. Filters do not see each
+    other's work, so their order does not matter; what they removed does not count in the weights' means and products."""
     mask_N = inputs.mask_N
     for each in filters:
         mask_N = mask_N * is_kept(inputs, each).to(mask_N.dtype)
@@ -31,7 +32,8 @@ def correct(
     weights_N = torch.ones_like(mask_N)
     if weighting is not None:
         upper = math.inf if weighting.upper is None else weighting.upper
-        weights_N = importance_ratio(inputs, weighting.level).clamp(max=upper).to(mask_N.dtype)
+        ratio_N = importance_ratio(replace(inputs, mask_N=mask_N), weighting.level)
+        weights_N = ratio_N.clamp(weighting.lower, upper).to(mask_N.dtype)
     # A product would let a removed token's ratio through where it is not a number.
     applied_N = torch.where(mask_N.bool(), weights_N, torch.zeros_like(weights_N))
     sums = {
@@ -75,7 +77,8 @@ def probability_difference(inputs: LossInputs, level: CorrectionLevel) -> Tensor
 def is_kept(inputs: LossInputs, each: FilterConfig) -> Tensor:
     compared = importance_ratio if each.compared is Compared.RATIO else probability_difference
     values_N = compared(inputs, each.level)
-    return (values_N >= each.lower) & (values_N <= each.upper)
+    lower, upper = each.bounds
+    return (values_N >= lower) & (values_N <= upper)
 
 
 def is_not_vetoed(inputs: LossInputs, veto_below: float) -> Tensor:

@@ -3,6 +3,7 @@ weights say who is trained on. Pure: what changes from iteration to iteration co
 one."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from pydantic import Field
@@ -19,6 +20,7 @@ from roll_core.config.shaping import (
     KlRewardConfig,
     MasksConfig,
     NormalizingConfig,
+    OverlongConfig,
     ShapingConfig,
     StatisticsFrom,
     WeightsConfig,
@@ -51,6 +53,8 @@ class CreditInputs:
     anchor_logprobs_N: Tensor | None = None
     reference_logprobs_N: Tensor | None = None
     divergences_N: Tensor | None = None
+    greedy_lengths_S: Tensor | None = None
+    """Tokens of the greedy completion to the same problem."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,9 @@ class Credit:
 
 def assign_credit(inputs: CreditInputs, recipe: CreditRecipe, state: CreditState) -> tuple[Credit, CreditState]:
     """Credit for a whole iteration, and the state after it."""
-    state = _with_rewards(inputs, recipe, state)
-    shaped = _shape(inputs, recipe, state)
+    sections = _sections(inputs, recipe)
+    inputs = _charged_for_length(inputs, sections, recipe.max_new_tokens)
+    shaped = _shape(inputs, sections, recipe, _with_rewards(inputs, recipe, state))
     advantages_N = recipe.advantage(shaped.outcomes)
     values_N = inputs.outcomes.values_N
     returns_N = None if values_N is None else advantages_N + values_N
@@ -103,65 +108,43 @@ def assign_credit(inputs: CreditInputs, recipe: CreditRecipe, state: CreditState
 
 
 @dataclass(frozen=True)
-class _Shaped:
-    outcomes: AdvantageInputs
-    kept_S: Tensor
-    weights_S: Tensor
-    metrics: dict[str, float]
-    state: CreditState
+class _Section:
+    """Settings that apply to some trajectories of this batch: those of a domain, or ("") of all without their own."""
+
+    name: str
+    config: ShapingConfig
+    is_here_S: Tensor
+
+    def metric(self, name: str) -> str:
+        return f"{name}/{self.name}" if self.name else name
 
 
-def _shape(inputs: CreditInputs, recipe: CreditRecipe, state: CreditState) -> _Shaped:
-    """Each section's settings applied to the whole batch, then taken for the trajectories of that section."""
-    outcomes = inputs.outcomes
-    rewards_S, kept_S, greedy_S = outcomes.rewards_S, torch.ones_like(outcomes.truncated_S), outcomes.greedy_rewards_S
-    scale_S = torch.ones_like(rewards_S)
-    weights_S, token_rewards_N = torch.ones_like(rewards_S), torch.zeros_like(outcomes.sequence_N, dtype=rewards_S.dtype)
-    metrics: dict[str, float] = {}
-    coefficients = dict(state.kl_coefficients)
-    for name, section, is_here_S in _sections(inputs, recipe):
-        shaped_S, by_S = _shaped_rewards(inputs, section, recipe.max_new_tokens, state)
-        if section.reward_clip is not None:
-            clipped_S = shaped_S.clamp(-section.reward_clip, section.reward_clip)
-            is_clipped_S = clipped_S != shaped_S
-            metrics[f"reward/clip_fraction{_suffix(name)}"] = _share(is_clipped_S[is_here_S])
-            shaped_S, by_S = clipped_S, torch.where(is_clipped_S, by_S * clipped_S / shaped_S, by_S)
-            if greedy_S is not None:
-                greedy_S = torch.where(is_here_S, greedy_S.clamp(-section.reward_clip, section.reward_clip), greedy_S)
-        rewards_S, scale_S = torch.where(is_here_S, shaped_S, rewards_S), torch.where(is_here_S, by_S, scale_S)
-        kept_S = torch.where(is_here_S, _kept(inputs, section.masks), kept_S)
-        weights_S = torch.where(is_here_S, _weights(inputs, section.weights), weights_S)
-        if section.kl is not None:
-            kl_N = _kl(inputs, recipe.kl_estimators.get(name))
-            coefficient = coefficients.get(name, section.kl.coefficient)
-            token_rewards_N = torch.where(is_here_S[outcomes.sequence_N], -coefficient * kl_N, token_rewards_N)
-            kl = sum_by(kl_N, outcomes.sequence_N, outcomes.num_sequences)[is_here_S].mean().item()
-            metrics |= {f"reward/kl{_suffix(name)}": kl, f"reward/kl_coefficient{_suffix(name)}": coefficient}
-            coefficients |= _next_coefficient(name, section.kl, coefficient, kl, int(is_here_S.sum()))
-    has_token_rewards = any(section.kl is not None for _, section, _ in _sections(inputs, recipe))
-    return _Shaped(
-        replace(
-            outcomes,
-            rewards_S=rewards_S,
-            turn_rewards_T=outcomes.turn_rewards_T * scale_S[outcomes.sequence_T],
-            greedy_rewards_S=greedy_S,
-            token_rewards_N=token_rewards_N if has_token_rewards else None,
-        ),
-        kept_S,
-        weights_S,
-        metrics,
-        CreditState(moments=state.moments, kl_coefficients=coefficients),
-    )
-
-
-def _sections(inputs: CreditInputs, recipe: CreditRecipe) -> list[tuple[str, ShapingConfig, Tensor]]:
-    """The settings that apply to some of this batch, and to which trajectories."""
+def _sections(inputs: CreditInputs, recipe: CreditRecipe) -> list[_Section]:
     own_D = torch.tensor([domain in recipe.domains for domain in inputs.domains])
-    sections = [("", recipe.shaping, ~own_D[inputs.domain_S])]
+    sections = [_Section("", recipe.shaping, ~own_D[inputs.domain_S])]
     for number, domain in enumerate(inputs.domains):
         if domain in recipe.domains:
-            sections.append((domain, recipe.domains[domain], inputs.domain_S == number))
-    return [section for section in sections if bool(section[2].any())]
+            sections.append(_Section(domain, recipe.domains[domain], inputs.domain_S == number))
+    return [section for section in sections if bool(section.is_here_S.any())]
+
+
+def _charged_for_length(inputs: CreditInputs, sections: list[_Section], max_new_tokens: int) -> CreditInputs:
+    """Rewards less the penalty for overlong completions; a greedy baseline pays for its own length."""
+    rewards_S, greedy_S = inputs.outcomes.rewards_S, inputs.outcomes.greedy_rewards_S
+    for section in sections:
+        if section.config.overlong is None:
+            continue
+        charge = partial(_length_charge, config=section.config.overlong, max_new_tokens=max_new_tokens)
+        rewards_S = torch.where(section.is_here_S, rewards_S + charge(_lengths(inputs)), rewards_S)
+        if greedy_S is not None:
+            assert inputs.greedy_lengths_S is not None
+            greedy_S = torch.where(section.is_here_S, greedy_S + charge(inputs.greedy_lengths_S), greedy_S)
+    return replace(inputs, outcomes=replace(inputs.outcomes, rewards_S=rewards_S, greedy_rewards_S=greedy_S))
+
+
+def _length_charge(lengths_S: Tensor, *, config: OverlongConfig, max_new_tokens: int) -> Tensor:
+    buffer_tokens = config.buffer_tokens or max(1, max_new_tokens // 5)
+    return config.weight * overlong_penalty(lengths_S, max_tokens=max_new_tokens, buffer_tokens=buffer_tokens)
 
 
 def _with_rewards(inputs: CreditInputs, recipe: CreditRecipe, state: CreditState) -> CreditState:
@@ -171,16 +154,68 @@ def _with_rewards(inputs: CreditInputs, recipe: CreditRecipe, state: CreditState
         return state
     moments = dict(state.moments)
     for number, domain in enumerate(inputs.domains):
-        rewards_S = _penalized(inputs, recipe.domains.get(domain, recipe.shaping), recipe.max_new_tokens)
-        moments[domain] = moments.get(domain, Moments()).with_values(rewards_S[inputs.domain_S == number])
+        moments[domain] = moments.get(domain, Moments()).with_values(inputs.outcomes.rewards_S[inputs.domain_S == number])
     return state.model_copy(update={"moments": moments})
 
 
-def _shaped_rewards(
-    inputs: CreditInputs, section: ShapingConfig, max_new_tokens: int, state: CreditState
-) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class _Shaped:
+    outcomes: AdvantageInputs
+    kept_S: Tensor
+    weights_S: Tensor
+    metrics: dict[str, float]
+    state: CreditState
+
+
+def _shape(inputs: CreditInputs, sections: list[_Section], recipe: CreditRecipe, state: CreditState) -> _Shaped:
+    """Each section's settings, for the trajectories of that section; group and batch statistics are those of the batch."""
+    outcomes = inputs.outcomes
+    rewards_S, kept_S, greedy_S = outcomes.rewards_S, torch.ones_like(outcomes.truncated_S), outcomes.greedy_rewards_S
+    scale_S, weights_S = torch.ones_like(rewards_S), torch.ones_like(rewards_S)
+    token_rewards_N: Tensor | None = None
+    metrics: dict[str, float] = {}
+    coefficients = dict(state.kl_coefficients)
+    for section in sections:
+        config, is_here_S = section.config, section.is_here_S
+        shaped_S, factor_S = _normalized_rewards(inputs, config, state)
+        if config.reward_clip is not None:
+            clipped_S = shaped_S.clamp(-config.reward_clip, config.reward_clip)
+            is_clipped_S = clipped_S != shaped_S
+            metrics[section.metric("reward/clip_fraction")] = _share(is_clipped_S[is_here_S])
+            shaped_S, factor_S = clipped_S, torch.where(is_clipped_S, factor_S * clipped_S / shaped_S, factor_S)
+            if greedy_S is not None:
+                greedy_S = torch.where(is_here_S, greedy_S.clamp(-config.reward_clip, config.reward_clip), greedy_S)
+        rewards_S, scale_S = torch.where(is_here_S, shaped_S, rewards_S), torch.where(is_here_S, factor_S, scale_S)
+        kept_S = torch.where(is_here_S, _kept(inputs, config.masks), kept_S)
+        weights_S = torch.where(is_here_S, _weights(inputs, config.weights, is_here_S), weights_S)
+        if config.kl is not None:
+            kl_N = _kl(inputs, recipe.kl_estimators.get(section.name))
+            coefficient = coefficients.get(section.name, config.kl.coefficient)
+            if token_rewards_N is None:
+                token_rewards_N = torch.zeros_like(kl_N)
+            charge_N = _clipped(-coefficient * kl_N, config.kl.token_reward_clip)
+            token_rewards_N = torch.where(is_here_S[outcomes.sequence_N], charge_N, token_rewards_N)
+            kl = sum_by(kl_N, outcomes.sequence_N, outcomes.num_sequences)[is_here_S].mean().item()
+            metrics |= {section.metric("reward/kl"): kl, section.metric("reward/kl_coefficient"): coefficient}
+            coefficients |= _next_coefficient(section, config.kl, coefficient, kl)
+    return _Shaped(
+        replace(
+            outcomes,
+            rewards_S=rewards_S,
+            turn_rewards_T=outcomes.turn_rewards_T * scale_S[outcomes.sequence_T],
+            greedy_rewards_S=greedy_S,
+            token_rewards_N=token_rewards_N,
+        ),
+        kept_S,
+        weights_S,
+        metrics,
+        CreditState(moments=state.moments, kl_coefficients=coefficients),
+    )
+
+
+def _normalized_rewards(inputs: CreditInputs, section: ShapingConfig, state: CreditState) -> tuple[Tensor, Tensor]:
     """Rewards, and what the part of them that is paid turn by turn must be multiplied by to stay a part of them."""
-    rewards_S = _penalized(inputs, section, max_new_tokens)
+    rewards_S = inputs.outcomes.rewards_S
     if not isinstance(section, NormalizingConfig) or section.normalize is None:
         return rewards_S, torch.ones_like(rewards_S)
     mean_from, std_from = section.normalize.mean, section.normalize.std
@@ -191,15 +226,6 @@ def _shaped_rewards(
         rewards_S, mean_from=mean_from, std_from=std_from, group_S=group_S, domain_S=domain_S, moments_D=moments_D
     )
     return rewards_S, scale_S
-
-
-def _penalized(inputs: CreditInputs, section: ShapingConfig, max_new_tokens: int) -> Tensor:
-    rewards_S = inputs.outcomes.rewards_S
-    if section.overlong is None:
-        return rewards_S
-    buffer_tokens = section.overlong.buffer_tokens or max(1, max_new_tokens // 5)
-    penalty_S = overlong_penalty(_lengths(inputs), max_tokens=max_new_tokens, buffer_tokens=buffer_tokens)
-    return rewards_S + section.overlong.weight * penalty_S
 
 
 def _kept(inputs: CreditInputs, section: MasksConfig) -> Tensor:
@@ -216,7 +242,7 @@ def _kept(inputs: CreditInputs, section: MasksConfig) -> Tensor:
     return kept_S
 
 
-def _weights(inputs: CreditInputs, section: WeightsConfig) -> Tensor:
+def _weights(inputs: CreditInputs, section: WeightsConfig, is_here_S: Tensor) -> Tensor:
     weights_S = torch.ones_like(inputs.outcomes.rewards_S)
     if section.difficulty is not None:
         easiest, hardest = section.difficulty.first, section.difficulty.last
@@ -224,7 +250,8 @@ def _weights(inputs: CreditInputs, section: WeightsConfig) -> Tensor:
         weights_S = weights_S * masks.difficulty_weights(inputs.correct_S, group_S, easiest=easiest, hardest=hardest)
     if section.length is not None:
         shortest, longest = section.length.first, section.length.last
-        weights_S = weights_S * masks.length_weights(_lengths(inputs), shortest=shortest, longest=longest)
+        of_section = masks.length_weights(_lengths(inputs)[is_here_S], shortest=shortest, longest=longest)
+        weights_S = weights_S.masked_scatter(is_here_S, weights_S[is_here_S] * of_section)
     return weights_S
 
 
@@ -237,19 +264,26 @@ def _kl(inputs: CreditInputs, estimator: KlEstimator | None) -> Tensor:
     return estimator(inputs.anchor_logprobs_N, inputs.reference_logprobs_N)
 
 
-def _next_coefficient(name: str, kl: KlRewardConfig, coefficient: float, measured: float, count: int) -> dict[str, float]:
+def _next_coefficient(section: _Section, kl: KlRewardConfig, coefficient: float, measured: float) -> dict[str, float]:
     if kl.adaptive is None:
         return {}
-    target, horizon = kl.adaptive.target, kl.adaptive.horizon
-    return {name: adapted_coefficient(coefficient, measured=measured, target=target, num_samples=count, horizon=horizon)}
+    adapted = adapted_coefficient(
+        coefficient,
+        measured=measured,
+        target=kl.adaptive.target,
+        num_samples=int(section.is_here_S.sum()),
+        horizon=kl.adaptive.horizon,
+        max_error=kl.adaptive.max_error,
+    )
+    return {section.name: adapted}
+
+
+def _clipped(values: Tensor, bound: float | None) -> Tensor:
+    return values if bound is None else values.clamp(-bound, bound)
 
 
 def _lengths(inputs: CreditInputs) -> Tensor:
     return torch.bincount(inputs.outcomes.sequence_N, minlength=inputs.outcomes.num_sequences)
-
-
-def _suffix(name: str) -> str:
-    return f"/{name}" if name else ""
 
 
 def _share(flags: Tensor) -> float:

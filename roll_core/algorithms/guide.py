@@ -9,9 +9,6 @@ from roll_core.algorithms.catalog import TABLE, Row
 from roll_core.config import algorithm, correction, shaping
 from roll_core.config.algorithm import PolicyUpdate
 
-EXAMPLES = {"distillation": {"teachers": [{"kind": "run", "run_id": "quickstart-1"}]}}
-"""What a variant cannot be built without."""
-
 SHARED = (
     ("shaping", shaping.ShapingConfig),
     ("shaping.normalize", shaping.NormalizeConfig),
@@ -41,7 +38,8 @@ Notation: R what a trajectory earned, A advantage, pi policy, anchor the policy 
 sampler the policy that produced the tokens, r = pi / anchor, sg[x] x without gradient. The loss is to be minimised.
 
 Signals: *anchor* and *reference* logprobs, the full-vocabulary *divergence* from the reference, *teacher* logprobs, the
-critic's *values*. The anchor is computed only for more than one optimizer step an iteration (`training.optimizer_steps`);
+critic's *values*. The anchor is computed only for more than one optimizer step an iteration (`training.optimizer_steps`,
+`training.epochs`);
 with a single step the policy is its own anchor until it moves.
 """
 
@@ -75,7 +73,7 @@ def _lines(formula: str) -> str:
 
 def _signals(row: Row) -> str:
     """Those of the defaults, with one optimizer step and with several."""
-    config = row.config.model_validate({"kind": row.kind} | EXAMPLES.get(row.kind, {}))
+    config = row.config.model_validate({"kind": row.kind} | row.example_settings)
     always = sorted(config.credit_signals | config.loss_signals(1))
     later = sorted(config.loss_signals(2) - set(always))
     return ", ".join([*always, *(f"{signal} (several steps)" for signal in later)]) or "none"

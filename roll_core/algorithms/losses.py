@@ -58,7 +58,7 @@ def clipped_importance_sampling(inputs: LossInputs, *, clip_low: float, clip_hig
     clipped_N = weights_N * inputs.advantages_N < ratio_N * inputs.advantages_N
     if mask_clipped:
         weights_N = torch.where(clipped_N, torch.zeros_like(weights_N), weights_N)
-    return TokenLosses(-weights_N * inputs.advantages_N * inputs.policy_logprobs_N, clipped_N)
+    return TokenLosses(-weights_N * inputs.advantages_N * inputs.policy_logprobs_N, weights_N != ratio_N)
 
 
 def tapered_off_policy(

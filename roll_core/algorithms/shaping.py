@@ -52,10 +52,12 @@ def normalized(
 def divisors(
     rewards_S: Tensor, *, std_from: StatisticsFrom, group_S: Tensor, domain_S: Tensor, moments_D: list[Moments]
 ) -> Tensor:
-    """What `normalized` divides by: std + epsilon; 1 where the spread is kept."""
+    """What `normalized` divides by: std + epsilon; 1 where the spread is kept, and where there is none to divide by."""
     if std_from is StatisticsFrom.NONE:
         return torch.ones_like(rewards_S)
-    return _std(rewards_S, std_from, group_S, domain_S, moments_D) + STD_EPSILON
+    std_S = _std(rewards_S, std_from, group_S, domain_S, moments_D)
+    # Equal rewards of a group, seen from another mean, would be blown up a million times.
+    return torch.where(std_S == 0, torch.ones_like(std_S), std_S + STD_EPSILON)
 
 
 def overlong_penalty(lengths_S: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:

@@ -19,49 +19,52 @@ class GradedBatch:
 
     samples: tuple[Sample, ...]
     credit: CreditInputs
+    num_without_baseline: int
+    """Trajectories left out because the greedy attempt at their problem failed."""
 
 
 def build_batch(trajectories: Sequence[Trajectory]) -> GradedBatch:
     """Greedy attempts become the baseline of their group; a group whose greedy attempt failed has none and is left out."""
-    greedy = {t.group: t.score.value for t in trajectories if t.attempt == GREEDY_ATTEMPT and t.score is not None}
+    greedy = {t.group: (t, t.score) for t in trajectories if t.attempt == GREEDY_ATTEMPT and t.score is not None}
     has_greedy = any(t.attempt == GREEDY_ATTEMPT for t in trajectories)
-    graded = [
-        (t, t.score)
-        for t in trajectories
-        if t.score is not None and t.attempt != GREEDY_ATTEMPT and (not has_greedy or t.group in greedy)
-    ]
+    sampled = [(t, t.score) for t in trajectories if t.score is not None and t.attempt != GREEDY_ATTEMPT]
+    graded = [(t, score) for t, score in sampled if not has_greedy or t.group in greedy]
     chosen = [t for t, _ in graded]
     turns = [turn for t in chosen for turn in t.turns]
     sequence_T = torch.arange(len(chosen)).repeat_interleave(torch.tensor([len(t.turns) for t in chosen], dtype=torch.long))
     turn_N = torch.arange(len(turns)).repeat_interleave(
         torch.tensor([len(t.completion_ids) for t in turns], dtype=torch.long)
     )
-    turn_rewards_T = torch.tensor([turn.reward for turn in turns], dtype=torch.float64)
     domains = tuple(dict.fromkeys(t.domain for t in chosen))
     outcomes = AdvantageInputs(
-        rewards_S=_outcomes(graded),
+        rewards_S=_floats(_outcome(t, score) for t, score in graded),
         group_S=_numbered(t.group for t in chosen),
         sequence_N=sequence_T[turn_N],
         turn_N=turn_N,
         sequence_T=sequence_T,
-        turn_rewards_T=turn_rewards_T,
+        turn_rewards_T=_floats(turn.reward for turn in turns),
         state_T=_numbered(state for t in chosen for state in _states(t)),
         truncated_S=torch.tensor([t.ending is Ending.LENGTH for t in chosen], dtype=torch.bool),
-        greedy_rewards_S=torch.tensor([greedy[t.group] for t in chosen], dtype=torch.float64) if has_greedy else None,
-        sampler_logprobs_N=torch.tensor([p for turn in turns for p in turn.sampler_logprobs], dtype=torch.float64),
+        greedy_rewards_S=_floats(_outcome(*greedy[t.group]) for t in chosen) if has_greedy else None,
+        sampler_logprobs_N=_floats(p for turn in turns for p in turn.sampler_logprobs),
     )
     credit = CreditInputs(
         outcomes=outcomes,
         correct_S=torch.tensor([score.correct for _, score in graded], dtype=torch.bool),
         domain_S=torch.tensor([domains.index(t.domain) for t in chosen], dtype=torch.long),
         domains=domains,
+        greedy_lengths_S=_floats(greedy[t.group][0].num_completion_tokens for t in chosen) if has_greedy else None,
     )
-    return GradedBatch(tuple(_as_sample(t) for t in chosen), credit)
+    return GradedBatch(tuple(_as_sample(t) for t in chosen), credit, len(sampled) - len(graded))
 
 
-def _outcomes(graded: list[tuple[Trajectory, Score]]) -> Tensor:
-    """What each trajectory earned in all: its score, and what its turns were paid."""
-    return torch.tensor([score.value + sum(turn.reward for turn in t.turns) for t, score in graded], dtype=torch.float64)
+def _floats(numbers: Iterable[float]) -> Tensor:
+    return torch.tensor(list(numbers), dtype=torch.float64)
+
+
+def _outcome(trajectory: Trajectory, score: Score) -> float:
+    """What a trajectory earned in all: its score, and what its turns were paid."""
+    return score.value + sum(turn.reward for turn in trajectory.turns)
 
 
 def _numbered(things: Iterable[Hashable]) -> Tensor:

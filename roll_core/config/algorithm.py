@@ -56,6 +56,7 @@ class KlLossConfig(Section):
     coefficient: PositiveFloat = 0.001
     """0.04 in GRPO's paper, 0.001 and less in later practice."""
     estimator: KlEstimator = KlEstimator.K3
+    """k1 is for rewards: as a loss its expected gradient is zero."""
 
 
 class PolicyUpdate(Section):
@@ -69,6 +70,7 @@ class PolicyUpdate(Section):
     """True where each problem is also attempted once without chance, as a baseline."""
 
     shaping: ShapingConfig = ShapingConfig()
+    """What happens to rewards and trajectories before advantages, and which of them are trained on."""
     domains: Mapping[str, ShapingConfig] = {}
     """Shaping for the problems of a domain, instead of `shaping`."""
     whiten_advantages: bool = False
@@ -82,6 +84,7 @@ class PolicyUpdate(Section):
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    """How token losses become one number."""
     fixed_length_tokens: PositiveInt | None = None
     """What `aggregation: fixed_length` divides by; null takes rollout.max_new_tokens."""
 
@@ -99,14 +102,28 @@ class PolicyUpdate(Section):
         return True
 
     @property
+    def sections(self) -> dict[str, ShapingConfig]:
+        """All settings of shaping, by their key."""
+        return {"algorithm.shaping": self.shaping} | {f"algorithm.domains.{k}": v for k, v in self.domains.items()}
+
+    @property
+    def value_model(self) -> "CriticConfig | None":
+        """The critic that learns beside the policy, one more update in every iteration, where there is one."""
+        return None
+
+    @property
     def has_critic(self) -> bool:
-        """True where a value model learns beside the policy: one more update in every iteration."""
-        return Signal.VALUES in self.own_signals
+        return self.value_model is not None
+
+    @property
+    def warmup_iterations(self) -> int:
+        """Iterations at the start in which only the critic learns."""
+        return 0 if self.value_model is None else self.value_model.warmup_iterations
 
     @property
     def credit_signals(self) -> frozenset[Signal]:
         """What advantages are made of, beside rewards."""
-        penalties = [section.kl for section in (self.shaping, *self.domains.values()) if section.kl is not None]
+        penalties = [section.kl for section in self.sections.values() if section.kl is not None]
         signals = set(self.own_signals)
         for penalty in penalties:
             full = penalty.estimator is KlEstimator.FULL
@@ -124,7 +141,7 @@ class PolicyUpdate(Section):
 
     @property
     def needs_reference(self) -> bool:
-        return self.kl_loss is not None or any(s.kl is not None for s in (self.shaping, *self.domains.values()))
+        return self.kl_loss is not None or any(section.kl is not None for section in self.sections.values())
 
 
 class NormalizingUpdate(PolicyUpdate):
@@ -212,11 +229,15 @@ class Rloo(PolicyUpdate):
     aggregation: Aggregation = Aggregation.SEQUENCE_MEAN_TOKEN_SUM
 
 
+class CriticOptimizer(OptimizerConfig):
+    learning_rate: PositiveFloat = 1e-5
+    """Customarily about ten times the policy's."""
+
+
 class CriticConfig(Section):
     """A value model of the policy's shape, starting from its weights, trained beside it."""
 
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
-    """A critic learns with about ten times the policy's learning rate (InstructGPT: 9e-6)."""
+    optimizer: CriticOptimizer = CriticOptimizer()
     value_clip: PositiveFloat | None = 0.2
     """A value may move this far from where it was before its loss stops falling (PPO's 0.2); null does not clip."""
     warmup_iterations: NonNegativeInt = 0
@@ -232,10 +253,17 @@ class Ppo(NormalizingUpdate, ClippedUpdate):
     """Per token."""
     trace_decay: float = Field(default=0.95, ge=0.0, le=1.0)
     """GAE's lambda (0.95); 1 is the Monte-Carlo return minus the value."""
-    bootstrap_truncated: bool = True
-    """Take the critic's value after the last token of a completion that was cut off (arXiv 1712.00378), instead of 0."""
+    bootstrap_truncated: bool = False
+    """Take the critic's value after the last token of a completion that was cut off, instead of 0 (arXiv 1712.00378): right
+    where the limit is not part of the problem. A cut-off answer that is graded as wrong has ended."""
     whiten_advantages: bool = True
+    """Standardise advantages over all tokens of the batch."""
     critic: CriticConfig = CriticConfig()
+    """The value model."""
+
+    @property
+    def value_model(self) -> CriticConfig:
+        return self.critic
 
 
 class Remax(PolicyUpdate):
@@ -256,12 +284,20 @@ class Gigpo(ClippedUpdate):
 
     kind: Literal["gigpo"] = "gigpo"
     episode_weight: NonNegativeFloat = 1.0
+    """Weight of the whole trajectory's advantage in its group."""
     step_weight: NonNegativeFloat = 1.0
-    """The paper's omega."""
+    """Weight of each turn's advantage among those from the same state (the paper's omega: 1)."""
     discount: float = Field(default=0.95, gt=0.0, le=1.0)
     """Per turn, in the returns of steps."""
     scale_by_std: bool = True
+    """Divide both advantages by the standard deviation of what they are compared with."""
     aggregation: Aggregation = Aggregation.SEQUENCE_MEAN_TOKEN_MEAN
+
+    @model_validator(mode="after")
+    def _some_weight(self):
+        if self.episode_weight == self.step_weight == 0:
+            raise ValueError("episode_weight and step_weight cannot both be 0: there would be no advantage")
+        return self
 
 
 class TurnReinforce(NormalizingUpdate, ClippedUpdate):
@@ -271,6 +307,7 @@ class TurnReinforce(NormalizingUpdate, ClippedUpdate):
     discount: float = Field(default=1.0, gt=0.0, le=1.0)
     """Per turn."""
     whiten_advantages: bool = True
+    """Standardise advantages over all tokens of the batch."""
 
 
 class StepReinforce(ClippedUpdate):
@@ -297,7 +334,9 @@ class RunTeacher(Section):
 
     kind: Literal["run"] = "run"
     run_id: str
-    """A run in the same store, for example quickstart-1; its last checkpoint teaches."""
+    """A run in the same store, for example quickstart-1."""
+    iteration: NonNegativeInt | None = None
+    """Which of its checkpoints teaches; null takes the last one there is when this run is opened."""
     weight: PositiveFloat = 1.0
     domains: tuple[str, ...] = ()
     """Teaches only problems of these domains; empty: all."""
@@ -313,12 +352,21 @@ class Distillation(PolicyUpdate):
     own_signals: ClassVar[frozenset[Signal]] = frozenset({Signal.TEACHER})
     kind: Literal["distillation"] = "distillation"
     teachers: tuple[TeacherConfig, ...] = Field(min_length=1)
+    """Their advantages are added up, each with its weight."""
     reward_weight: NonNegativeFloat = 0.0
     """Weight of GRPO's advantage beside the teachers'; 0 is pure distillation."""
 
     @property
     def compares_groups(self) -> bool:
         return self.reward_weight > 0
+
+    @model_validator(mode="after")
+    def _rewards_have_an_effect(self):
+        sections = (self.shaping, *self.domains.values())
+        shaped = [key for key in ("kl", "overlong", "reward_clip") for s in sections if getattr(s, key) is not None]
+        if shaped and not self.reward_weight:
+            raise ValueError(f"shaping.{shaped[0]} has no effect while reward_weight is 0: only teachers count")
+        return self
 
 
 class Gspo(ClippedUpdate):
@@ -329,9 +377,13 @@ class Gspo(ClippedUpdate):
     """The ratio of a sequence is clipped below at 1 - clip_low (GSPO's 3e-4)."""
     clip_high: PositiveFloat = 4e-4
     """The ratio of a sequence is clipped above at 1 + clip_high (GSPO's 4e-4)."""
-    level: RatioLevel = RatioLevel.SEQUENCE
+    level: Literal[RatioLevel.TURN, RatioLevel.SEQUENCE] = RatioLevel.SEQUENCE
     """`turn` gives each turn of a conversation its own ratio."""
     aggregation: Aggregation = Aggregation.SEQUENCE_MEAN_TOKEN_MEAN
+
+
+class DapoShaping(ShapingConfig):
+    overlong: OverlongConfig | None = OverlongConfig()
 
 
 class Dapo(ClippedUpdate):
@@ -340,7 +392,8 @@ class Dapo(ClippedUpdate):
     kind: Literal["dapo"] = "dapo"
     clip_high: PositiveFloat = 0.28
     """The policy ratio is clipped above at 1 + clip_high (DAPO's 0.28)."""
-    shaping: ShapingConfig = ShapingConfig(overlong=OverlongConfig())
+    shaping: DapoShaping = DapoShaping()
+    """As in every algorithm, with `overlong` on."""
 
 
 class LitePpo(ClippedUpdate):
@@ -364,10 +417,11 @@ class Cispo(PolicyUpdate):
     clip_low: NonNegativeFloat = 1.0
     """Weights are at least 1 - clip_low; the paper sets no lower bound."""
     clip_high: PositiveFloat = 0.28
-    """Weights are at most 1 + clip_high."""
+    """Weights are at most 1 + clip_high; the paper tunes it and gives no number, this is DAPO's."""
     mask_clipped: bool = False
     """Also remove tokens that PPO would have clipped."""
     scale_by_std: bool = True
+    """Divide group-relative rewards by their standard deviation in the group."""
 
 
 class TruncatedIs(PolicyUpdate):
@@ -380,11 +434,11 @@ class TruncatedIs(PolicyUpdate):
     upper: PositiveFloat = 1.0
     """Weights are at most this (IMPALA's 1)."""
     scale_by_std: bool = True
+    """Divide group-relative rewards by their standard deviation in the group."""
 
     @model_validator(mode="after")
-    def _in_order(self):
-        if self.lower >= self.upper:
-            raise ValueError(f"lower ({self.lower}) must be below upper ({self.upper})")
+    def _bounds(self):
+        _check_sampler_weights(self.lower, self.upper, self.correction)
         return self
 
 
@@ -394,12 +448,30 @@ class Topr(PolicyUpdate):
     uses_anchor: ClassVar[bool] = False
     kind: Literal["topr"] = "topr"
     positive_weight: NonNegativeFloat = 1.0
+    """Weight of trajectories with an advantage of 0 or more."""
     negative_weight: NonNegativeFloat = 1.0
+    """Weight of the others; 0 learns from right answers alone."""
+    reward_baseline: float | None = None
+    """Subtracted from every reward (the paper: rewards of 1 and -1, baseline 0); null subtracts the group's mean."""
     lower: NonNegativeFloat = 0.0
     """Smallest weight of a negative trajectory (TOPR's 0)."""
     upper: PositiveFloat = 1.0
     """Largest weight of a negative trajectory (TOPR's 1)."""
     scale_by_std: bool = False
+    """Divide group-relative rewards by their standard deviation in the group."""
+
+    @property
+    def compares_groups(self) -> bool:
+        return self.reward_baseline is None
+
+    @model_validator(mode="after")
+    def _bounds(self):
+        _check_sampler_weights(self.lower, self.upper, self.correction)
+        if self.positive_weight == self.negative_weight == 0:
+            raise ValueError("positive_weight and negative_weight cannot both be 0: nothing would be learned")
+        if self.reward_baseline is not None and self.scale_by_std:
+            raise ValueError("scale_by_std is about groups: leave it out with reward_baseline")
+        return self
 
 
 class Kimi(PolicyUpdate):
@@ -407,10 +479,20 @@ class Kimi(PolicyUpdate):
 
     kind: Literal["kimi"] = "kimi"
     temperature: PositiveFloat = 0.1
-    """The paper's tau: weight of the squared log ratio to the anchor."""
+    """The paper's tau: weight of the squared log ratio to the anchor. The paper gives no number."""
     level: RatioLevel = RatioLevel.SEQUENCE
     """What the log ratio is summed over before it is squared; ROLL squares each token's."""
     aggregation: Aggregation = Aggregation.SEQUENCE_MEAN_TOKEN_SUM
+
+
+class BehaviourWeighting(WeightingConfig):
+    upper: PositiveFloat | None = None
+    """Largest weight; null never cuts off."""
+
+
+class BehaviourCorrection(CorrectionConfig):
+    weighting: BehaviourWeighting = BehaviourWeighting()
+    """The method's own; without it this is GRPO."""
 
 
 class DecoupledPpo(ClippedUpdate):
@@ -419,8 +501,17 @@ class DecoupledPpo(ClippedUpdate):
 
     kind: Literal["decoupled_ppo"] = "decoupled_ppo"
     scale_by_std: bool = True
-    correction: CorrectionConfig = CorrectionConfig(weighting=WeightingConfig(upper=None))
+    """Divide group-relative rewards by their standard deviation in the group."""
+    correction: BehaviourCorrection = BehaviourCorrection()
     """The behaviour weight; AReaL does not cut it off."""
+
+
+def _check_sampler_weights(lower: float, upper: float, correction: CorrectionConfig | None) -> None:
+    """For objectives that weigh tokens by policy / sampler themselves."""
+    if lower >= upper:
+        raise ValueError(f"lower ({lower}) must be below upper ({upper})")
+    if correction is not None and correction.weighting is not None:
+        raise ValueError("the objective already weighs by policy / sampler: set correction.weighting to null")
 
 
 AlgorithmConfig = Annotated[

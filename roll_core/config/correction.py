@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from roll_core.config.base import Section
 
@@ -27,24 +27,39 @@ class WeightingConfig(Section):
     """Multiply the objective by anchor / sampler, cut off above: truncated importance sampling (TIS, Yao et al. 2025)."""
 
     level: CorrectionLevel = CorrectionLevel.TOKEN
+    lower: NonNegativeFloat = 0.0
+    """Smallest weight."""
     upper: PositiveFloat | None = 2.0
     """Largest weight (TIS: 2); null never cuts off."""
 
+    @model_validator(mode="after")
+    def _in_order(self):
+        if self.upper is not None and self.lower >= self.upper:
+            raise ValueError(f"lower ({self.lower}) must be below upper ({self.upper})")
+        return self
+
 
 class FilterConfig(Section):
-    """Remove tokens outside [lower, upper]; at token level with a ratio, IcePop's two-sided mask (arXiv 2510.18855)."""
+    """Remove tokens outside [lower, upper]. At token level with a ratio, and `weighting: {upper: null}` beside it, this is
+    IcePop (arXiv 2510.18855)."""
 
     level: CorrectionLevel = CorrectionLevel.TOKEN
     compared: Compared = Compared.RATIO
-    lower: float = 0.5
-    """IcePop: 0.5. For differences of probabilities, for example -0.2."""
-    upper: float = 5.0
-    """IcePop: 5. For differences of probabilities, for example 0.2."""
+    lower: float | None = None
+    """Null: 0.5 for ratios (IcePop's), -0.2 for differences of probabilities (ROLL's)."""
+    upper: float | None = None
+    """Null: 5 for ratios (IcePop's), 0.2 for differences of probabilities (ROLL's)."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        lower, upper = (0.5, 5.0) if self.compared is Compared.RATIO else (-0.2, 0.2)
+        return lower if self.lower is None else self.lower, upper if self.upper is None else self.upper
 
     @model_validator(mode="after")
     def _in_order(self):
-        if self.lower >= self.upper:
-            raise ValueError(f"lower ({self.lower}) must be below upper ({self.upper}): everything would be removed")
+        lower, upper = self.bounds
+        if lower >= upper:
+            raise ValueError(f"lower ({lower}) must be below upper ({upper}): everything would be removed")
         return self
 
 
@@ -56,3 +71,11 @@ class CorrectionConfig(Section):
     filters: tuple[FilterConfig, ...] = ()
     veto_below: float | None = Field(default=None, gt=0.0, lt=1.0)
     """Remove a whole sequence if the ratio of any of its tokens is below this, for example 1e-4."""
+
+    @model_validator(mode="after")
+    def _does_something(self):
+        if self.weighting is None and not self.filters and self.veto_below is None:
+            raise ValueError(
+                "without weighting, filters and veto_below nothing is corrected: set one, or leave correction out"
+            )
+        return self

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from roll_core.config.algorithm import Distillation, PretrainedTeacher, TeacherConfig
 from roll_core.config.model import PretrainedModel
 from roll_core.config.problems import JsonlProblems
 from roll_core.config.run import RunConfig
@@ -188,8 +189,25 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     if isinstance(problems, JsonlProblems):
         files = {"train": problems.train, "held_out": problems.held_out}
         problems = problems.model_copy(update={key: str(Path(file).absolute()) for key, file in files.items()})
-    sections = {"store": store, "tracking": tracking, "work_dir": work_dir, "model": model, "problems": problems}
+    algorithm = config.algorithm
+    if isinstance(algorithm, Distillation):
+        algorithm = algorithm.model_copy(update={"teachers": tuple(map(_with_absolute_path, algorithm.teachers))})
+    sections = {
+        "algorithm": algorithm,
+        "store": store,
+        "tracking": tracking,
+        "work_dir": work_dir,
+        "model": model,
+        "problems": problems,
+    }
     return config.model_copy(update=sections)
+
+
+def _with_absolute_path(teacher: TeacherConfig) -> TeacherConfig:
+    if isinstance(teacher, PretrainedTeacher) and isinstance(teacher.model, PretrainedModel):
+        model = teacher.model.model_copy(update={"path": str(Path(teacher.model.path).absolute())})
+        return teacher.model_copy(update={"model": model})
+    return teacher
 
 
 def absolute_uri(uri: str) -> str:

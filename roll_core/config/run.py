@@ -48,7 +48,12 @@ class RunConfig(Section):
 
     @property
     def total_optimizer_steps(self) -> int:
-        return self.iterations * self.training.optimizer_steps
+        return self.iterations * self.training.steps_per_iteration
+
+    @property
+    def policy_optimizer_steps(self) -> int:
+        """Those in which the policy moves; it waits while a critic warms up."""
+        return (self.iterations - self.algorithm.warmup_iterations) * self.training.steps_per_iteration
 
     @model_validator(mode="after")
     def _name_is_a_plain_word(self):
@@ -89,6 +94,7 @@ class RunConfig(Section):
                 "training.packing shared_prompts needs training.row_tokens: room for a prompt and several completions, "
                 f"for example {4 * self.model.max_positions}"
             )
+        self._check_algorithm()
         if rollout.temperature == 0:
             raise ValueError("rollout.temperature must be above 0: greedy trajectories of a group are all the same")
         per_step = rollout.num_groups // training.optimizer_steps * rollout.group_size
@@ -98,6 +104,27 @@ class RunConfig(Section):
                 f"must be at least the number of placement.trainer devices ({len(self.placement.trainer)})"
             )
         return self
+
+    def _check_algorithm(self) -> None:
+        """Settings of the algorithm that say nothing, or nonsense, beside those of the run."""
+        algorithm, max_new_tokens = self.algorithm, self.rollout.max_new_tokens
+        if algorithm.warmup_iterations >= self.iterations:
+            raise ValueError(
+                f"algorithm.critic.warmup_iterations ({algorithm.warmup_iterations}) must be below iterations "
+                f"({self.iterations}): the policy would never move"
+            )
+        for key, section in algorithm.sections.items():
+            overlong, limit = section.overlong, section.masks.wrong_above_tokens
+            if overlong is not None and (overlong.buffer_tokens or 0) > max_new_tokens:
+                raise ValueError(
+                    f"{key}.overlong.buffer_tokens ({overlong.buffer_tokens}) must be at most rollout.max_new_tokens "
+                    f"({max_new_tokens}): every completion would be charged"
+                )
+            if limit is not None and limit >= max_new_tokens:
+                raise ValueError(
+                    f"{key}.masks.wrong_above_tokens ({limit}) must be below rollout.max_new_tokens ({max_new_tokens}): "
+                    "no completion is longer"
+                )
 
     @model_validator(mode="after")
     def _placement_fits_cluster(self):

@@ -51,7 +51,9 @@ class AdaptiveKlConfig(Section):
     target: PositiveFloat = 6.0
     """KL per trajectory to aim at, in nats (Ziegler: 6)."""
     horizon: PositiveFloat = 10000.0
-    """Trajectories over which the coefficient may change by a fifth (Ziegler: 10000)."""
+    """Trajectories over which the coefficient may change by `max_error` of itself (Ziegler: 10000)."""
+    max_error: PositiveFloat = 0.2
+    """A KL further from its target than this share counts as this far (Ziegler: 0.2)."""
 
 
 class KlRewardConfig(Section):
@@ -60,6 +62,8 @@ class KlRewardConfig(Section):
     coefficient: PositiveFloat = 0.001
     """Weight of the penalty; where it begins, with `adaptive`."""
     estimator: KlEstimator = KlEstimator.K1
+    token_reward_clip: PositiveFloat | None = None
+    """What a token is charged is kept within this; null: whatever it is."""
     adaptive: AdaptiveKlConfig | None = None
     """Null keeps the coefficient as it is."""
 
@@ -75,6 +79,13 @@ class MasksConfig(Section):
     """Leave out groups whose share of right answers is this or more (1: always right)."""
     wrong_above_tokens: PositiveInt | None = None
     """Leave out wrong answers longer than this."""
+
+    @model_validator(mode="after")
+    def _something_between(self):
+        low, high = self.min_accuracy, self.max_accuracy
+        if low is not None and high is not None and low >= high:
+            raise ValueError(f"min_accuracy ({low}) must be below max_accuracy ({high}): no group would be left")
+        return self
 
 
 class WeightRange(Section):

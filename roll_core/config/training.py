@@ -49,7 +49,9 @@ class TrainingConfig(Section):
     backend: Literal["torch"] = "torch"
     optimizer: OptimizerConfig = OptimizerConfig()
     optimizer_steps: PositiveInt = 1
-    """Optimizer steps per iteration; the iteration's groups are split evenly between them."""
+    """Optimizer steps per pass over the iteration's groups, which are split evenly between them."""
+    epochs: PositiveInt = 1
+    """Passes over an iteration's batch, each of `optimizer_steps` (PPO's K, GRPO's mu)."""
     micro_batch_tokens: PositiveInt = 16384
     """Most tokens, padding included, in one forward-backward of one rank."""
     packing: Packing = Packing.ROWS
@@ -62,6 +64,18 @@ class TrainingConfig(Section):
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: about 30 % more compute for much less memory."""
 
+    @property
+    def steps_per_iteration(self) -> int:
+        return self.optimizer_steps * self.epochs
+
+
+class WarmStartOptimizer(OptimizerConfig):
+    """For a small model that learns from scratch."""
+
+    learning_rate: PositiveFloat = 3e-3
+    beta2: float = Field(default=0.98, ge=0.0, lt=1.0)
+    warmup_steps: NonNegativeInt = 20
+
 
 class WarmStartConfig(Section):
     """Supervised steps on demonstrations before the first iteration, so that rewards are not all zero."""
@@ -69,4 +83,4 @@ class WarmStartConfig(Section):
     steps: PositiveInt = 200
     batch_size: PositiveInt = 64
     """Demonstrations per step."""
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=3e-3, beta2=0.98, warmup_steps=20)
+    optimizer: WarmStartOptimizer = WarmStartOptimizer()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from roll_core.config.model import ModelConfig, PretrainedModel, ScratchModel
 from roll_core.config.run import RunConfig
+from roll_core.config.shaping import KlEstimator
 from roll_core.models.characters import VOCABULARY
 from roll_core.types.refs import digest_of
 
@@ -35,8 +36,10 @@ def _run(config: RunConfig) -> PlanSection:
 
 def _signals(config: RunConfig) -> str:
     algorithm = config.algorithm
-    signals = algorithm.credit_signals | algorithm.loss_signals(config.training.optimizer_steps)
-    return ", ".join(sorted(signals)) or "none: nothing is computed before the update"
+    signals = algorithm.credit_signals | algorithm.loss_signals(config.training.steps_per_iteration)
+    before = ", ".join(sorted(signals)) or "none: nothing is computed before the update"
+    beside = algorithm.kl_loss is not None and algorithm.kl_loss.estimator is KlEstimator.FULL
+    return f"{before}; the reference runs beside every update" if beside else before
 
 
 def _model(model: ModelConfig) -> str:
@@ -59,15 +62,13 @@ def count_parameters(model: ScratchModel) -> int:
 
 
 def _stages(config: RunConfig) -> PlanSection:
+    greedy = ", and a greedy one as the baseline" if config.algorithm.samples_greedily else ""
+    steps = f"{config.training.steps_per_iteration} optimizer step(s)"
     rows = [
-        ("collect", f"{config.rollout.num_groups} problems x {config.rollout.group_size} trajectories"),
+        ("collect", f"{config.rollout.num_groups} problems x {config.rollout.group_size} trajectories{greedy}"),
         ("prepare", "advantages, declared logprobs, packing"),
-        *(
-            [("update critic", f"{config.training.optimizer_steps} optimizer step(s)")]
-            if config.algorithm.has_critic
-            else []
-        ),
-        ("update", f"{config.training.optimizer_steps} optimizer step(s)"),
+        *([("update critic", steps)] if config.algorithm.has_critic else []),
+        ("update", steps),
         ("publish", "engines adopt the new weights"),
         ("evaluate", f"every {config.evaluation.every} iterations, {config.evaluation.num_problems} held-out problems"),
         ("checkpoint", f"every {config.checkpoint.every} iterations"),

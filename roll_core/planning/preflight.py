@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from roll_core.config.algorithm import Distillation, PretrainedTeacher, RunTeacher
+from roll_core.config.algorithm import Distillation, PretrainedTeacher, RunTeacher, TeacherConfig
 from roll_core.config.model import PretrainedModel
 from roll_core.config.placement import DeviceKind
 from roll_core.config.run import RunConfig
@@ -75,19 +75,45 @@ def _check_domains(config: RunConfig) -> None:
 def _check_teachers(config: RunConfig) -> None:
     if not isinstance(config.algorithm, Distillation):
         return
-    store = ObjectStore(config.store.uri)
     for number, teacher in enumerate(config.algorithm.teachers):
         key = f"algorithm.teachers.{number}"
         match teacher:
             case RunTeacher():
-                run = find_run(store, teacher.run_id, f"{key}.run_id")
-                if read_config(run).model != config.model:
-                    raise UserError(f"{key}.run_id: {teacher.run_id} trained another model: give this run the same `model`")
-                if not any(manifest.checkpoint for manifest in read_chain(store, teacher.run_id)):
-                    raise UserError(f"{key}.run_id: {teacher.run_id} has no checkpoint yet: wait for it or name another run")
+                checkpoint_iteration(config, teacher, key)
             case PretrainedTeacher(model=PretrainedModel() as model):
                 if not (Path(model.path) / "config.json").is_file():
                     raise UserError(f"{key}.model.path: no Hugging Face model in {model.path} (config.json is missing)")
+
+
+def with_teachers_pinned(config: RunConfig) -> RunConfig:
+    """The config with every run that teaches named by iteration, so that each leg and each rank learns from the same."""
+    algorithm = config.algorithm
+    if not isinstance(algorithm, Distillation):
+        return config
+    pinned: list[TeacherConfig] = []
+    for number, teacher in enumerate(algorithm.teachers):
+        if isinstance(teacher, RunTeacher):
+            iteration = checkpoint_iteration(config, teacher, f"algorithm.teachers.{number}")
+            pinned.append(teacher.model_copy(update={"iteration": iteration}))
+        else:
+            pinned.append(teacher)
+    return config.model_copy(update={"algorithm": algorithm.model_copy(update={"teachers": tuple(pinned)})})
+
+
+def checkpoint_iteration(config: RunConfig, teacher: RunTeacher, key: str) -> int:
+    """The iteration whose checkpoint teaches, if there is one of this run's model."""
+    store = ObjectStore(config.store.uri)
+    run = find_run(store, teacher.run_id, f"{key}.run_id")
+    if read_config(run).model != config.model:
+        raise UserError(f"{key}.run_id: {teacher.run_id} trained another model: give this run the same `model`")
+    there = [manifest.iteration for manifest in read_chain(store, teacher.run_id) if manifest.checkpoint is not None]
+    if not there:
+        raise UserError(f"{key}.run_id: {teacher.run_id} has no checkpoint yet: wait for it or name another run")
+    if teacher.iteration is not None and teacher.iteration not in there:
+        raise UserError(
+            f"{key}.iteration: {teacher.run_id} has no checkpoint of iteration {teacher.iteration}; it has {there[-8:]}"
+        )
+    return there[-1] if teacher.iteration is None else teacher.iteration
 
 
 def _check_folder(key: str, folder: Path) -> None:

@@ -19,7 +19,7 @@ from roll_core.roles.process import settle
 from roll_core.store.checkpoints import download_files, upload_files
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.rollouts import decode_trajectories
-from roll_core.store.runs import read_chain
+from roll_core.store.runs import read_manifest
 from roll_core.types.manifest import Collected, Metrics
 from roll_core.types.refs import CheckpointFile, CheckpointRef
 from roll_core.types.sample import Sample
@@ -165,7 +165,8 @@ class TrainerRank:
         if isinstance(self._config.algorithm, Distillation):
             for number, teacher in enumerate(self._config.algorithm.teachers):
                 if teacher.kind == "run":
-                    checkpoint = last_checkpoint(self._store, teacher.run_id)
+                    assert teacher.iteration is not None, "teachers are pinned when a run is opened"
+                    checkpoint = checkpoint_of(self._store, teacher.run_id, teacher.iteration)
                     self._with_folder(checkpoint, partial(self._learner.load_frozen, teacher_name(number)))
 
     def _with_folder(self, checkpoint: CheckpointRef, load: Callable[[Path], None]) -> None:
@@ -175,8 +176,8 @@ class TrainerRank:
         shutil.rmtree(folder)
 
 
-def last_checkpoint(store: ObjectStore, run_id: str) -> CheckpointRef:
-    checkpoints = [m.checkpoint for m in read_chain(store, run_id) if m.checkpoint is not None]
-    if not checkpoints:
-        raise RollError(f"run {run_id} in {store.uri} has no checkpoint to learn from")
-    return checkpoints[-1]
+def checkpoint_of(store: ObjectStore, run_id: str, iteration: int) -> CheckpointRef:
+    manifest = read_manifest(store, run_id, iteration)
+    if manifest is None or manifest.checkpoint is None:
+        raise RollError(f"run {run_id} in {store.uri} has no checkpoint of iteration {iteration} to learn from")
+    return manifest.checkpoint

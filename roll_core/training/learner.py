@@ -23,7 +23,7 @@ from roll_core.batching.micro_batch import GlobalCounts, MicroBatch, build_micro
 from roll_core.batching.packing import PackingLimits
 from roll_core.batching.samples import GradedBatch, build_batch
 from roll_core.batching.token_data import TokenData, untaught
-from roll_core.config.algorithm import Distillation, Ppo, Signal
+from roll_core.config.algorithm import Distillation, Signal
 from roll_core.config.run import RunConfig
 from roll_core.config.training import OptimizerConfig, Packing
 from roll_core.training.base import CriticBackend, Policy, TrainingBackend
@@ -55,16 +55,16 @@ class Learner:
         self._num_ranks = num_ranks
         self._algorithm = build_algorithm(
             config.algorithm,
-            num_optimizer_steps=config.training.optimizer_steps,
+            num_optimizer_steps=config.training.steps_per_iteration,
             max_new_tokens=config.rollout.max_new_tokens,
         )
         settings = TorchSettings(config.training, config.seed, config.rollout.temperature, device)
         self._policy: TrainingBackend = TorchBackend(config.model, settings)
-        self._policy.start_optimizer(config.training.optimizer, config.total_optimizer_steps)
+        self._policy.start_optimizer(config.training.optimizer, config.policy_optimizer_steps)
         self._critic: CriticBackend | None = None
-        if isinstance(config.algorithm, Ppo):
+        if config.algorithm.value_model is not None:
             self._critic = TorchCritic(config.model, settings)
-            self._critic.start_optimizer(config.algorithm.critic.optimizer, config.total_optimizer_steps)
+            self._critic.start_optimizer(config.algorithm.value_model.optimizer, config.total_optimizer_steps)
         self._state = CreditState()
 
     @property
@@ -86,7 +86,7 @@ class Learner:
             for micro_batch in self._micro_batches(samples, tokens, chosen, _counts(samples), limits):
                 self._policy.accumulate(micro_batch, cross_entropy)
             metrics = self._policy.apply_gradients()
-        self._policy.start_optimizer(self._config.training.optimizer, self._config.total_optimizer_steps)
+        self._policy.start_optimizer(self._config.training.optimizer, self._config.policy_optimizer_steps)
         if self._critic is not None:
             self._critic.adopt(self._policy.weights())
         return metrics["update/loss"]
@@ -95,7 +95,7 @@ class Learner:
         """Declared signals, advantages, packing: everything that can be known before the policy moves."""
         batch = build_batch(trajectories)
         if not batch.samples:
-            return PreparedBatch((), self._state, num_samples=0, num_trained_tokens=0, metrics={})
+            return PreparedBatch((), self._state, num_samples=0, num_trained_tokens=0, metrics=_left_out(batch))
         inputs = self._with_signals(batch)
         credit, next_state = assign_credit(inputs, self._algorithm.credit, self._state)
         tokens = _token_data(inputs, credit)
@@ -109,19 +109,18 @@ class Learner:
             next_state=next_state,
             num_samples=len(kept),
             num_trained_tokens=_trained_tokens([batch.samples[number] for number in kept]),
-            metrics=credit.metrics,
+            metrics=credit.metrics | _left_out(batch),
         )
 
     def update(self, prepared: PreparedBatch, iteration: int) -> Metrics:
         """All optimizer steps of the policy; none while the critic warms up."""
         self._state = prepared.next_state
-        algorithm = self._config.algorithm
-        if isinstance(algorithm, Ppo) and iteration <= algorithm.critic.warmup_iterations:
+        if iteration <= self._config.algorithm.warmup_iterations:
             return {"update/held_back": 1.0}
         beside = self._algorithm.full_kl_loss
         accumulate = self._policy.accumulate_beside_reference if beside else self._policy.accumulate
         per_step: list[Metrics] = []
-        for micro_batches in prepared.steps:
+        for micro_batches in prepared.steps * self._config.training.epochs:
             for micro_batch in micro_batches:
                 accumulate(micro_batch, self._algorithm.loss)
             per_step.append(with_effective_sample_size(self._policy.apply_gradients()))
@@ -132,7 +131,7 @@ class Learner:
         assert self._critic is not None, "this algorithm has no critic"
         assert self._algorithm.value_loss is not None
         per_step: list[Metrics] = []
-        for micro_batches in prepared.steps:
+        for micro_batches in prepared.steps * self._config.training.epochs:
             for micro_batch in micro_batches:
                 self._critic.accumulate(micro_batch, self._algorithm.value_loss)
             per_step.append(self._critic.apply_gradients())
@@ -267,6 +266,10 @@ def teacher_name(number: int) -> str:
     return f"teacher {number}"
 
 
+def _left_out(batch: GradedBatch) -> Metrics:
+    return {"sample/without_baseline": float(batch.num_without_baseline)} if batch.num_without_baseline else {}
+
+
 def _token_data(inputs: CreditInputs, credit: Credit) -> TokenData:
     outcomes = inputs.outcomes
     assert outcomes.sampler_logprobs_N is not None
@@ -311,6 +314,6 @@ def _mean_over_steps(per_step: list[Metrics]) -> Metrics:
 
 
 def _split_evenly(numbers: list[int], parts: int) -> list[list[int]]:
-    """Consecutive parts whose sizes differ by at most one; whole groups stay together when none of them failed."""
+    """Consecutive parts whose sizes differ by at most one; whole groups stay together while none of them is left out."""
     bounds = [len(numbers) * part // parts for part in range(parts + 1)]
     return [numbers[start:end] for start, end in pairwise(bounds) if end > start]

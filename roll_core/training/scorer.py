@@ -56,7 +56,8 @@ class TokenScorer(nn.Module):
             None if reference is None else reference.hidden_NH,
             None if reference is None else reference.output_VH,
             self._temperature,
-            self._chunk_tokens,
+            # At least in quarters: logits of a whole micro-batch never exist at once, however small it is.
+            min(self._chunk_tokens, -(-len(hidden_NH) // 4)),
         )
         return Scored(*scores)
 

@@ -28,8 +28,11 @@ class ValueScorer(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, micro_batch: MicroBatch) -> Values:
-        values_RT = self.head(last_hidden_states(self.model, micro_batch)).squeeze(-1).float()
-        values = values_RT.flatten()
+        hidden_RTH = last_hidden_states(self.model, micro_batch)
+        with torch.autocast(hidden_RTH.device.type, enabled=False):
+            # Rounded to bfloat16, values would differ from returns by more than a critic learns in an update.
+            weight, bias = self.head.weight.float(), self.head.bias.float()
+            values = nn.functional.linear(hidden_RTH.float(), weight, bias).flatten()
         # Where nothing is trained the zero still hangs on every weight: all ranks run the same backward collectives.
         return Values(values[micro_batch.predicted_by_N] + values.sum() * 0.0, values[micro_batch.ends_S])
 

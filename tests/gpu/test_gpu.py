@@ -94,7 +94,7 @@ def test_every_algorithm_learns_on_the_gpu(kind, precision, tmp_path):
         "correction": {"filters": [{"level": "segment", "lower": 1e-4}]},
     }
     if kind == "distillation":
-        algorithm["teachers"] = [LLAMA_TEACHER]
+        algorithm |= {"teachers": [LLAMA_TEACHER], "reward_weight": 0.5}
     training = {"precision": precision, "optimizer_steps": 2, "optimizer": {"learning_rate": 1e-3}}
     config = tiny_config(tmp_path, algorithm=algorithm, training=training)
     learner = Learner(config, rank=0, num_ranks=1, device=GPU)

@@ -43,14 +43,17 @@ def test_a_missing_model(workspace):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        (["algorithm.domains={math: {}}"], "algorithm.domains: no problem is of domain 'math'; domains: sort"),
+        (
+            ["algorithm={kind: grpo, domains: {math: {}}}"],
+            "algorithm.domains: no problem is of domain 'math'; domains: sort",
+        ),
         (
             ["algorithm.kind=distillation", "algorithm.teachers=[{kind: run, run_id: tiny-9}]"],
             "algorithm.teachers.0.run_id: there is no run 'tiny-9'",
         ),
         (
             ["algorithm.kind=gspo", "algorithm.step_weight=1"],
-            "algorithm.step_weight is not a key; gspo has the keys: shaping,",
+            "gspo has the keys: shaping, domains, whiten_advantages",
         ),
         (["algorithm.kind=rlo"], "algorithm.kind is 'rlo', expected one of 'reinforce', 'reinforce_plus_plus', 'grpo'"),
     ],

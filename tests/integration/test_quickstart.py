@@ -1,5 +1,6 @@
 """The newcomer's path: the quickstart config, shortened, learns; and everything a person then looks at is there."""
 
+import os
 import re
 
 import pyarrow.parquet as pq
@@ -7,6 +8,7 @@ import pytest
 from mlflow import MlflowClient
 
 from roll_core.types.refs import record_digest
+from tests.integration.conftest import Workspace
 from tests.support import ROOT
 
 ITERATIONS = 14
@@ -14,8 +16,6 @@ ITERATIONS = 14
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, prefect_home):
-    from tests.integration.conftest import Workspace, os
-
     folder = tmp_path_factory.mktemp("quickstart")
     workspace = Workspace(folder, os.environ | {"PREFECT_HOME": str(prefect_home), "COLUMNS": "160"})
     config = str(ROOT / "configs/runs/quickstart.yaml")
@@ -30,6 +30,22 @@ def test_accuracy_rises(finished):
     assert len(curve) == 3
     assert curve[0] < 0.3
     assert curve[-1] > curve[0] + 0.3
+
+
+def test_ppo_with_a_critic_learns_the_same_problem(tmp_path, prefect_home):
+    workspace = Workspace(tmp_path, os.environ | {"PREFECT_HOME": str(prefect_home), "COLUMNS": "160"})
+    settings = ["iterations=20", "evaluation.every=20", "checkpoint.every=20"]
+    config = str(ROOT / "configs/runs/quickstart-ppo.yaml")
+    done = workspace.roll("run", config, *(part for setting in settings for part in ("--set", setting)))
+    assert done.returncode == 0, done.stdout
+    chain = workspace.chain("quickstart-ppo-1")
+    curve = [m.evaluated.accuracy for m in chain if m.evaluated]
+    assert curve[0] < 0.3
+    assert curve[-1] > curve[0] + 0.3
+    assert [m.metrics.get("update/held_back") for m in chain[1:5]] == [1.0, 1.0, 1.0, None]
+    assert all("update_critic" in m.timings for m in chain[1:])
+    assert chain[-1].metrics["critic/squared_error"] < chain[1].metrics["critic/squared_error"]
+    assert {"critic/.metadata", "credit-state.json"} <= {file.name for file in chain[-1].checkpoint.files}
 
 
 def test_the_terminal_tells_the_story(finished):

@@ -54,6 +54,31 @@ def test_every_run_file_loads_and_overrides_at_most_twenty_lines(path):
         ("name=a/b", "name ('a/b') may hold letters, digits"),
         ("model.num_heads=5", "model: hidden_size (96) must be a multiple of num_heads (5)"),
         ("algorithm.clip_low=1.5", "algorithm: clip_low (1.5) must be below 1"),
+        ("algorithm={kind: gspo, level: token}", "algorithm.level is 'token', but input should be"),
+        (
+            "algorithm={kind: gigpo, episode_weight: 0, step_weight: 0}",
+            "algorithm: episode_weight and step_weight cannot both",
+        ),
+        ("algorithm={kind: topr, lower: 2}", "algorithm: lower (2.0) must be below upper (1.0)"),
+        ("algorithm={kind: topr, positive_weight: 0, negative_weight: 0}", "algorithm: positive_weight and negative_weight"),
+        ("algorithm={kind: tis, correction: {}}", "algorithm: the objective already weighs by policy / sampler"),
+        ("algorithm.correction={weighting: null}", "algorithm.correction: without weighting, filters and veto_below"),
+        (
+            "algorithm.correction={filters: [{lower: 9}]}",
+            "algorithm.correction.filters.0: lower (9.0) must be below upper (5.0)",
+        ),
+        ("algorithm.fixed_length_tokens=9", "algorithm: fixed_length_tokens (9) needs aggregation fixed_length"),
+        (
+            "algorithm.shaping.masks={min_accuracy: 0.8, max_accuracy: 0.2}",
+            "algorithm.shaping.masks: min_accuracy (0.8) must",
+        ),
+        ("algorithm.shaping.overlong.buffer_tokens=9", "algorithm.shaping.overlong.buffer_tokens (9) must be at most"),
+        ("algorithm.shaping.masks.wrong_above_tokens=8", "algorithm.shaping.masks.wrong_above_tokens (8) must be below"),
+        (
+            "algorithm={kind: ppo, critic: {warmup_iterations: 40}}",
+            "algorithm.critic.warmup_iterations (40) must be below iter",
+        ),
+        ("algorithm={kind: distillation, teachers: [{kind: run}]}", "algorithm.teachers.0.run_id is required"),
         ("rollout", "--set rollout: write it as key=value"),
         ("seed.x=1", "--set seed.x: 'seed' is a value, not a section"),
     ],
@@ -128,3 +153,43 @@ def test_flat_config_names_every_value_by_its_dotted_key():
     flat = flat_config(load_config(ROOT / "configs/runs/quickstart.yaml"))
     assert flat["rollout.group_size"] == "16"
     assert flat["training.optimizer.decay"] == "linear"
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "kept"),
+    [
+        (["algorithm.kind=dapo", "algorithm.shaping.reward_clip=5"], "algorithm.shaping.overlong.weight", "1.0"),
+        (
+            ["algorithm.kind=decoupled_ppo", "algorithm.correction.veto_below=1e-4"],
+            "algorithm.correction.weighting.upper",
+            "None",
+        ),
+        (
+            ["algorithm.kind=decoupled_ppo", "algorithm.correction.weighting.level=sequence"],
+            "algorithm.correction.weighting.upper",
+            "None",
+        ),
+        (
+            ["algorithm.kind=ppo", "algorithm.critic.optimizer.beta1=0.8"],
+            "algorithm.critic.optimizer.learning_rate",
+            "1e-05",
+        ),
+        (["warm_start.optimizer.beta1=0.8"], "warm_start.optimizer.learning_rate", "0.003"),
+    ],
+)
+def test_setting_one_key_of_a_section_keeps_the_defaults_of_the_others(settings, key, kept):
+    assert flat_config(load_config(ROOT / "configs/runs/quickstart.yaml", settings))[key] == kept
+
+
+def test_a_teachers_folder_means_the_same_from_everywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    teacher = "algorithm.teachers=[{kind: pretrained, model: {kind: pretrained, path: some/model}}]"
+    config = load_config(ROOT / "configs/runs/quickstart.yaml", ["algorithm.kind=distillation", teacher])
+    assert config.algorithm.teachers[0].model.path == str(tmp_path / "some/model")
+
+
+def test_the_policys_schedule_leaves_out_the_critics_warm_up():
+    settings = ["algorithm={kind: ppo, critic: {warmup_iterations: 3}}", "training.optimizer_steps=2", "training.epochs=2"]
+    config = load_config(ROOT / "configs/runs/quickstart.yaml", settings)
+    assert config.total_optimizer_steps == 40 * 4
+    assert config.policy_optimizer_steps == 37 * 4

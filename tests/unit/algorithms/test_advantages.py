@@ -12,6 +12,7 @@ from torch import Tensor
 from roll_core.algorithms.advantages import (
     batch_normalized,
     best_of_group,
+    constant_baseline,
     distilled_and_rewarded,
     generalized_advantage,
     greedy_baseline,
@@ -465,3 +466,15 @@ def test_mixed_distillation_without_rewards_is_pure_distillation_linear_in_a_tea
     )
     expected_N = weight * (floats(teacher) - floats(sampler))
     assert close(distilled_and_rewarded(inputs, reward_weight=0.0), expected_N)
+
+
+def test_a_constant_baseline_is_subtracted_from_every_reward():
+    inputs = advantage_inputs([1, -1, 1], [0, 0, 1])
+    assert constant_baseline(inputs, baseline=0.25).tolist() == [0.75, -1.25, 0.75]
+
+
+@given(st.floats(-3, 3), st.floats(-3, 3))
+def test_a_shift_of_rewards_and_of_the_constant_baseline_cancel(baseline, shift):
+    plain = constant_baseline(advantage_inputs([1, 0.5]), baseline=baseline)
+    shifted = constant_baseline(advantage_inputs([1 + shift, 0.5 + shift]), baseline=baseline + shift)
+    assert torch.allclose(plain, shifted, atol=1e-12)

@@ -21,7 +21,7 @@ from roll_core.algorithms.corrections import (
 from roll_core.algorithms.inputs import LossInputs
 from roll_core.algorithms.losses import policy_gradient, policy_loss
 from roll_core.algorithms.reductions import token_mean
-from roll_core.config.correction import Compared, CorrectionLevel, FilterConfig
+from roll_core.config.correction import Compared, CorrectionLevel, FilterConfig, WeightingConfig
 from tests.unit.algorithms.builders_losses import (
     CORRECTIONS,
     correction,
@@ -288,3 +288,24 @@ def test_a_removed_token_counts_as_a_sample_lost():
     _, sums = correction(FilterConfig())(with_ratios([1.0, 1.0, 1.0, 9.0]))
     metrics = with_effective_sample_size({name: value.item() / 4 for name, value in sums.items()})
     assert metrics["correction/effective_sample_size"] == pytest.approx(0.75)
+
+
+def test_what_a_filter_removed_does_not_count_in_the_weights_of_the_rest():
+    # ratios 1, 1, 1 and 64, which the token filter removes: the geometric mean of the rest is 1, not 64^(1/4) = 2.83
+    inputs = loss_inputs(policy=[0.0] * 4, anchor=[0.0] * 4, sampler=[0.0, 0.0, 0.0, -math.log(64)])
+    weighting = WeightingConfig(level=CorrectionLevel.GEOMETRIC, upper=None)
+    corrected, _ = correct(inputs, weighting=weighting, filters=(FilterConfig(),), veto_below=None)
+    assert corrected.mask_N.tolist() == [1, 1, 1, 0]
+    assert corrected.weights_N.tolist() == pytest.approx([1, 1, 1, 0])
+
+
+def test_filters_of_differences_have_bounds_of_their_own():
+    assert FilterConfig(compared=Compared.DIFFERENCE).bounds == (-0.2, 0.2)
+    assert FilterConfig().bounds == (0.5, 5.0)
+    assert FilterConfig(compared=Compared.DIFFERENCE, upper=0.1).bounds == (-0.2, 0.1)
+
+
+def test_weights_have_a_floor():
+    inputs = loss_inputs(policy=[0.0] * 2, anchor=[-3.0, 0.0], sampler=[0.0, 0.0])
+    corrected, _ = correct(inputs, weighting=WeightingConfig(lower=0.5), filters=(), veto_below=None)
+    assert corrected.weights_N.tolist() == pytest.approx([0.5, 1.0])

@@ -113,9 +113,9 @@ def test_rewards_are_penalised_for_length_then_normalised_then_clipped():
 
 
 def test_the_buffer_of_the_overlong_penalty_is_a_fifth_of_the_limit_unless_said():
-    # limit 10: buffer 2; length 9 is half into it: 1 - 3 * 0.5
-    inputs = credit_inputs(advantage_inputs([1], turns=[[9]]))
-    assert shaped(inputs, ShapingConfig(overlong=OverlongConfig(weight=3.0)))[0] == pytest.approx(-0.5)
+    # limit 20: buffer 4; length 18 is half into it: 1 - 3 * 0.5
+    inputs = credit_inputs(advantage_inputs([1], turns=[[18]]))
+    assert shaped(inputs, ShapingConfig(overlong=OverlongConfig(weight=3.0)), max_new_tokens=20)[0] == pytest.approx(-0.5)
     # limit 4: a fifth is less than a token, so one token: length 4 is at the limit
     inputs = credit_inputs(advantage_inputs([1], turns=[[4]]))
     assert shaped(inputs, ShapingConfig(overlong=OverlongConfig()), max_new_tokens=4)[0] == 0.0
@@ -348,6 +348,7 @@ def test_statistics_by_domain_are_kept_apart():
 @few
 @given(random_inputs())
 def test_a_section_equal_to_the_common_one_gives_the_same_credit(inputs):
+    inputs = replace(inputs, domain_S=torch.zeros_like(inputs.domain_S), domains=("sort",))
     recipe = credit_recipe(EVERYTHING, kl_estimators={"": k1, "sort": k1}, advantage=monte_carlo_return)
     common, own = credited(inputs, recipe), credited(inputs, replace(recipe, domains={"sort": EVERYTHING}))
     assert torch.equal(common.advantages_N, own.advantages_N)
@@ -449,3 +450,41 @@ def test_moments_of_two_iterations_are_those_of_all_their_rewards(first, rewards
     assert state.moments["math"].count == len(seen_X)
     assert state.moments["math"].mean == pytest.approx(seen_X.mean().item())
     assert state.moments["math"].squares == pytest.approx(((seen_X - seen_X.mean()) ** 2).sum().item(), abs=1e-9)
+
+
+def test_a_domain_is_not_charged_for_the_lengths_of_another():
+    """Only "sort" charges for length; its own completions are short, so its rewards stay, and so does the batch's mean."""
+    # rewards 1, 0 of sort (1 token), 0, 0 of math (10 tokens, the limit): the mean of the batch is 1/4
+    inputs = credit_inputs(
+        advantage_inputs([1, 0, 0, 0], turns=[[1], [1], [10], [10]]), domain=[0, 0, 1, 1], domains=("sort", "math")
+    )
+    by_batch = NormalizeConfig(mean=StatisticsFrom.BATCH, std=StatisticsFrom.NONE)
+    section = NormalizingConfig(overlong=OverlongConfig(buffer_tokens=5), normalize=by_batch)
+    recipe = credit_recipe(NormalizingConfig(), domains={"sort": section}, advantage=outcome_only, max_new_tokens=10)
+    credit = credited(inputs, recipe)
+    assert [credit.advantages_N[0].item(), credit.advantages_N[1].item()] == pytest.approx([0.75, -0.25])
+
+
+def test_length_weights_of_a_domain_are_of_its_own_lengths():
+    inputs = credit_inputs(advantage_inputs([1, 1, 1], turns=[[4], [4], [9]]), domain=[0, 0, 1], domains=("sort", "math"))
+    section = ShapingConfig(weights=WeightsConfig(length=WeightRange(first=2.0, last=1.0)))
+    credit = credited(inputs, credit_recipe(ShapingConfig(), domains={"sort": section}, advantage=outcome_only))
+    # both of sort are equally long: weight 2 each, beside 1 of math; rescaled by 3/5
+    assert credit.weights_S.tolist() == pytest.approx([1.2, 1.2, 0.6])
+
+
+def test_a_greedy_baseline_pays_for_its_own_length():
+    # both completions have 8 of 8 tokens: both lose 1, and none is better than the other
+    inputs = credit_inputs(advantage_inputs([1], turns=[[8]], greedy_rewards_S=[1]))
+    inputs = replace(inputs, greedy_lengths_S=torch.tensor([8.0]))
+    recipe = credit_recipe(ShapingConfig(overlong=OverlongConfig()), advantage=greedy_baseline, max_new_tokens=8)
+    assert credited(inputs, recipe).advantages_N.tolist() == [0.0] * 8
+
+
+def test_what_a_token_is_charged_can_be_bounded():
+    inputs = credit_inputs(advantage_inputs([0], turns=[[2]]))
+    inputs = replace(inputs, anchor_logprobs_N=floats([-1, -1]), reference_logprobs_N=floats([-1.1, -9]))
+    shaping = ShapingConfig(kl=KlRewardConfig(coefficient=1.0, token_reward_clip=0.5))
+    credit = credited(inputs, credit_recipe(shaping, kl_estimators={"": k1}, advantage=monte_carlo_return))
+    # charges 0.1 and 8, the second bounded to 0.5: returns -0.6 and -0.5
+    assert credit.advantages_N.tolist() == pytest.approx([-0.6, -0.5])
