@@ -14,7 +14,8 @@ def open_run(config_path: str, overrides: list[str]) -> RunRef:
     """Check that everything the run needs is there, then claim its name."""
     config = load_config(config_path, overrides)
     check_ready(config)
-    return runs.open_run(ObjectStore(config.store.uri, config.store.retry_seconds), with_teachers_pinned(config))
+    store = ObjectStore(config.store.uri, config.store.retry_seconds)
+    return runs.open_run(store, with_teachers_pinned(config))
 
 
 @state_changing("fork {run_id}@{iteration}")

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -51,7 +52,16 @@ def read_config(run: RunRef) -> RunConfig:
         raise ArtifactDamaged(f"store: {name} is missing from {run.store_uri}: restore it from a copy") from None
     if digest_of(config_json) != run.config_digest:
         raise ArtifactDamaged(f"store: {name} in {run.store_uri} is not the config this run was opened with")
-    return validate_config(json.loads(config_json), name)
+    return validate_config(_in_todays_words(json.loads(config_json)), name)
+
+
+def _in_todays_words(config: dict[str, Any]) -> dict[str, Any]:
+    """Configs stored by version 0.1.0 say `algorithm.kl_coefficient`."""
+    algorithm = dict(config.get("algorithm", {}))
+    coefficient = algorithm.pop("kl_coefficient", 0.0)
+    if coefficient:
+        algorithm["kl_loss"] = {"coefficient": coefficient}
+    return config | {"algorithm": algorithm}
 
 
 def commit(store: ObjectStore, manifest: Manifest) -> None:

@@ -186,3 +186,22 @@ def test_the_summary_is_the_curve_of_evaluations(store):
     summary = summary_of("tiny-1", commit_chain(store, 4))
     assert summary.curve == ((0, 0.0), (1, 0.1), (2, 0.2), (3, 0.3))
     assert summary.sentence == "held-out accuracy 0.00 -> 0.30 in 3 iterations"
+
+
+def test_manifests_of_version_0_1_0_can_still_be_read(store):
+    """They were their content alone."""
+    chain = commit_chain(store, 2)
+    for iteration, committed in enumerate(chain):
+        replace(store, manifest_name(iteration), committed.model_dump_json().encode())
+    assert read_chain(store, "tiny-1") == chain
+
+
+@pytest.mark.parametrize(("stored", "means"), [(0.0, None), (0.04, 0.04)])
+def test_a_run_opened_by_version_0_1_0_can_still_be_read(store, tmp_path, stored, means):
+    config = tiny_config(tmp_path)
+    tree = config.model_dump(mode="json")
+    tree["algorithm"] = {"kind": "grpo", "clip_low": 0.2, "clip_high": 0.28, "kl_coefficient": stored}
+    data = json.dumps(tree).encode()
+    store.create("runs/old-1/config.json", data)
+    kl_loss = read_config(find_run(store, "old-1")).algorithm.kl_loss
+    assert (kl_loss and kl_loss.coefficient) == means
