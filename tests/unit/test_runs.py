@@ -10,7 +10,7 @@ from roll_core.store.object_store import ObjectStore
 from roll_core.store.runs import commit, find_run, open_run, read_chain, read_config, read_manifest
 from roll_core.store.summary import summary_of
 from roll_core.types.manifest import NO_PARENT, Evaluated, Manifest
-from roll_core.types.refs import ArtifactKind, ArtifactRef, record_digest
+from roll_core.types.refs import ArtifactKind, ArtifactRef, record_digest, record_json
 from tests.support import tiny_config
 
 
@@ -192,7 +192,7 @@ def test_manifests_of_version_0_1_0_can_still_be_read(store):
     """They were their content alone."""
     chain = commit_chain(store, 2)
     for iteration, committed in enumerate(chain):
-        replace(store, manifest_name(iteration), committed.model_dump_json().encode())
+        replace(store, manifest_name(iteration), record_json(committed))
     assert read_chain(store, "tiny-1") == chain
 
 
@@ -205,3 +205,13 @@ def test_a_run_opened_by_version_0_1_0_can_still_be_read(store, tmp_path, stored
     store.create("runs/old-1/config.json", data)
     kl_loss = read_config(find_run(store, "old-1")).algorithm.kl_loss
     assert (kl_loss and kl_loss.coefficient) == means
+
+
+def test_a_chain_written_before_a_field_existed_is_whole_today(store):
+    """Parents were named by the digest of their bytes, in which the field is not."""
+    first = {k: v for k, v in json.loads(manifest(0, NO_PARENT).model_dump_json()).items() if k != "weights_digest"}
+    first_json = json.dumps(first, separators=(",", ":")).encode()
+    second = first | {"iteration": 1, "parent": hashlib.sha256(first_json).hexdigest()}
+    store.create(manifest_name(0), first_json)
+    store.create(manifest_name(1), json.dumps(second, separators=(",", ":")).encode())
+    assert [m.iteration for m in read_chain(store, "tiny-1")] == [0, 1]
