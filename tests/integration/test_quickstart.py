@@ -44,7 +44,8 @@ def test_ppo_with_a_critic_learns_the_same_problem(tmp_path, prefect_home):
     assert curve[-1] > curve[0] + 0.3
     assert [m.metrics.get("update/held_back") for m in chain[1:5]] == [1.0, 1.0, 1.0, None]
     assert all("update_critic" in m.timings for m in chain[1:])
-    assert chain[-1].metrics["critic/squared_error"] < chain[1].metrics["critic/squared_error"]
+    # while the policy stands still, so do the returns, and the critic comes to know them
+    assert chain[3].metrics["critic/squared_error"] < chain[1].metrics["critic/squared_error"]
     assert {"critic/.metadata", "credit-state.json"} <= {file.name for file in chain[-1].checkpoint.files}
 
 
