@@ -62,7 +62,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], set[Signal]]] = {
             "kind": "grpo",
             "shaping": {
                 "reward_clip": 0.4,
-                "masks": {"truncated": False, "max_accuracy": 1.0, "wrong_above_tokens": 5},
+                "masks": {"truncated": False, "max_accuracy": 1.0, "wrong_above_tokens": 4},
                 "weights": {"difficulty": {"first": 0.5, "last": 2.0}, "length": {"first": 1.5, "last": 0.5}},
             },
             "advantage_clip": 1.0,
