@@ -23,7 +23,7 @@ from roll_core.config.model import ScratchModel
 from roll_core.config.training import OptimizerConfig, Packing, Precision, TrainingConfig
 from roll_core.inference.requests import GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
-from roll_core.training.scorer import _ScoreTokens
+from roll_core.training.scorer import ScoreTokens
 from roll_core.training.torch_backend import TorchBackend
 from roll_core.training.torch_trained import TorchSettings
 from roll_core.types.sample import Sample
@@ -98,7 +98,7 @@ def score_tokens(num_tokens: int, hidden: int = 1024, vocabulary: int = 151_936,
     targets_N = torch.randint(vocabulary, (num_tokens,), device=GPU)
 
     def fused() -> tuple[Tensor, Tensor]:
-        logprobs_N, entropies_N, _ = _ScoreTokens.apply(hidden_NH, output_VH, targets_N, None, None, 1.0, chunk_tokens)
+        logprobs_N, entropies_N, _ = ScoreTokens.apply(hidden_NH, output_VH, targets_N, None, None, 1.0, chunk_tokens)
         return logprobs_N, entropies_N
 
     def plain() -> tuple[Tensor, Tensor]:

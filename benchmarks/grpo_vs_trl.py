@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 from trl_grpo import TrlIteration
 
-from roll_core.config.algorithm import Aggregation
 from roll_core.config.model import ScratchModel
+from roll_core.config.policy_update import Aggregation
 from roll_core.config.run import RunConfig
 from roll_core.reporting.report import stage_seconds
 from roll_core.types.manifest import Manifest

@@ -19,14 +19,12 @@ from roll_runs import FinishedRun
 from torch import Tensor
 
 from roll_core.config.run import RunConfig
-from roll_core.data.problem_source import build_source
 from roll_core.inference.base import InFlight, WeightsUpdate
 from roll_core.inference.torch_engine import TorchEngine
 from roll_core.models.causal_lm import build_model
 from roll_core.roles.reward_role import RewardRole
 from roll_core.rollout import metrics
-from roll_core.rollout.in_process import LocalEngine, LocalGrader
-from roll_core.rollout.renderer import build_renderer
+from roll_core.rollout.in_process import scheduler_in_process
 from roll_core.rollout.scheduler import RolloutScheduler
 from roll_core.store.checkpoints import download_files
 from roll_core.training.learner import Learner
@@ -147,12 +145,4 @@ def _open_engine(config: RunConfig) -> TorchEngine:
 
 
 def _open_scheduler(config: RunConfig, engine: TorchEngine) -> RolloutScheduler:
-    return RolloutScheduler(
-        config.rollout,
-        seed=config.seed,
-        source=build_source(config.problems, config.seed),
-        renderer=build_renderer(config.model),
-        engines=[LocalEngine("engine", engine)],
-        graders=[LocalGrader("grader", RewardRole(config))],
-        greedy_baseline=config.algorithm.samples_greedily,
-    )
+    return scheduler_in_process(config, engine, RewardRole(config))

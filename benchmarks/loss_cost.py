@@ -29,7 +29,7 @@ from roll_core.models.characters import VOCABULARY
 from roll_core.training.base import Policy
 from roll_core.training.learner import Learner
 from roll_core.training.scorer import Scored
-from roll_core.training.torch_backend import TorchBackend, _loss_inputs
+from roll_core.training.torch_backend import TorchBackend, loss_inputs
 from roll_core.training.torch_trained import TorchSettings
 from roll_core.types.trajectory import GREEDY_ATTEMPT, Ending, Score, Trajectory, Turn
 
@@ -75,7 +75,7 @@ def measure(config: RunConfig, repeats: int) -> tuple[float, float, float]:
         for micro_batch in micro_batches:
             logprobs_N = micro_batch.tokens.sampler_logprobs_N.clone().requires_grad_()
             scored = Scored(logprobs_N, torch.ones_like(logprobs_N), None)
-            algorithm.loss(_loss_inputs(micro_batch, scored)).loss.backward()
+            algorithm.loss(loss_inputs(micro_batch, scored)).loss.backward()
 
     def update() -> None:
         learner.update(prepared, 10**9)

@@ -6,13 +6,10 @@ from itertools import count
 import torch
 
 from roll_core.config.run import RunConfig
-from roll_core.data.problem_source import build_source
 from roll_core.inference.base import InFlight, WeightsUpdate
 from roll_core.inference.torch_engine import TorchEngine
 from roll_core.roles.reward_role import RewardRole
-from roll_core.rollout.in_process import LocalEngine, LocalGrader
-from roll_core.rollout.renderer import build_renderer
-from roll_core.rollout.scheduler import RolloutScheduler
+from roll_core.rollout.in_process import scheduler_in_process
 from roll_core.training.learner import Learner
 from roll_core.types.manifest import CollectRequest, Metrics
 from roll_core.types.trajectory import Trajectory
@@ -38,15 +35,7 @@ class InProcess:
         # A new engine every time: asyncio's primitives belong to the loop they were made in.
         engine = TorchEngine(config.model, seed=0, num_slots=64, device=torch.device("cpu"), dtype=torch.float32)
         await engine.adopt(WeightsUpdate(iteration - 1, self.learner.weights()), InFlight.FINISH)
-        scheduler = RolloutScheduler(
-            config.rollout,
-            seed=config.seed,
-            source=build_source(config.problems, config.seed),
-            renderer=build_renderer(config.model),
-            engines=[LocalEngine("engine", engine)],
-            graders=[LocalGrader("grader", RewardRole(config))],
-            greedy_baseline=config.algorithm.samples_greedily,
-        )
+        scheduler = scheduler_in_process(config, engine, RewardRole(config))
         groups = config.rollout.num_groups
         request = CollectRequest(
             iteration=iteration,

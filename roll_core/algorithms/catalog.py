@@ -17,7 +17,8 @@ from roll_core.algorithms.inputs import AdvantageFn, LossFn, Objective, Reductio
 from roll_core.algorithms.values import clipped_value_loss
 from roll_core.config import algorithm as variants
 from roll_core.config import shaping
-from roll_core.config.algorithm import Aggregation, AlgorithmConfig, Baseline, PolicyUpdate, RatioLevel, Signal
+from roll_core.config.algorithm import AlgorithmConfig, Baseline
+from roll_core.config.policy_update import Aggregation, ClippedUpdate, PolicyUpdate, RatioLevel, Signal
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Algorithm:
         return self.credit_signals | self.loss_signals
 
 
-def _clipped(config: variants.ClippedUpdate, level: RatioLevel = RatioLevel.TOKEN) -> Objective:
+def _clipped(config: ClippedUpdate, level: RatioLevel = RatioLevel.TOKEN) -> Objective:
     low, high = config.clip_low, config.clip_high
     return partial(losses.clipped_ratio, clip_low=low, clip_high=high, dual_clip=config.dual_clip, level=level)
 

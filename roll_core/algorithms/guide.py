@@ -6,8 +6,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from roll_core.algorithms.catalog import TABLE, Row
-from roll_core.config import algorithm, correction, shaping
-from roll_core.config.algorithm import PolicyUpdate
+from roll_core.config import correction, critic, policy_update, shaping, teachers
+from roll_core.config.policy_update import PolicyUpdate
 
 SHARED = (
     ("shaping", shaping.ShapingConfig),
@@ -20,10 +20,10 @@ SHARED = (
     ("correction", correction.CorrectionConfig),
     ("correction.weighting", correction.WeightingConfig),
     ("correction.filters", correction.FilterConfig),
-    ("kl_loss", algorithm.KlLossConfig),
-    ("critic (ppo)", algorithm.CriticConfig),
-    ("teachers of kind run (distillation)", algorithm.RunTeacher),
-    ("teachers of kind pretrained (distillation)", algorithm.PretrainedTeacher),
+    ("kl_loss", policy_update.KlLossConfig),
+    ("critic (ppo)", critic.CriticConfig),
+    ("teachers of kind run (distillation)", teachers.RunTeacher),
+    ("teachers of kind pretrained (distillation)", teachers.PretrainedTeacher),
 )
 
 HEAD = """\

@@ -1,46 +1,18 @@
 """Algorithms, one variant each, with the knobs of that method only. `roll_core.algorithms.catalog` composes them.
 
-A default is the paper's value where the paper has one. What all methods share is in `PolicyUpdate`.
+A default is the paper's value where the paper has one. What all methods share is in `policy_update.py`.
 """
 
-from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from roll_core.config.base import Section
 from roll_core.config.correction import CorrectionConfig, WeightingConfig
-from roll_core.config.model import ModelConfig
-from roll_core.config.shaping import KlEstimator, NormalizingConfig, OverlongConfig, ShapingConfig, StatisticsFrom
-from roll_core.config.training import OptimizerConfig
-
-
-class Aggregation(StrEnum):
-    """How token losses become one number, always over the whole batch of an optimizer step."""
-
-    TOKEN_MEAN = "token_mean"
-    SEQUENCE_MEAN_TOKEN_MEAN = "sequence_mean_token_mean"
-    SEQUENCE_MEAN_TOKEN_SUM = "sequence_mean_token_sum"
-    FIXED_LENGTH = "fixed_length"
-
-
-class RatioLevel(StrEnum):
-    """Over what the logarithm of the policy ratio is averaged."""
-
-    TOKEN = "token"
-    TURN = "turn"
-    SEQUENCE = "sequence"
-
-
-class Signal(StrEnum):
-    """What is computed before the update because an algorithm declares it; what nobody declares is not computed."""
-
-    ANCHOR = "anchor"
-    REFERENCE = "reference"
-    DIVERGENCE = "divergence"
-    TEACHER = "teacher"
-    VALUES = "values"
+from roll_core.config.critic import CriticConfig
+from roll_core.config.policy_update import Aggregation, ClippedUpdate, NormalizingUpdate, PolicyUpdate, RatioLevel, Signal
+from roll_core.config.shaping import OverlongConfig, ShapingConfig
+from roll_core.config.teachers import TeacherConfig
 
 
 class Baseline(StrEnum):
@@ -48,131 +20,6 @@ class Baseline(StrEnum):
 
     BATCH = "batch"
     GROUP = "group"
-
-
-class KlLossConfig(Section):
-    """+ coefficient * KL(policy || reference) in the loss; the reference is the policy the run began with."""
-
-    coefficient: PositiveFloat = 0.001
-    """0.04 in GRPO's paper, 0.001 and less in later practice."""
-    estimator: KlEstimator = KlEstimator.K3
-    """k1 is for rewards: as a loss its expected gradient is zero."""
-
-
-class PolicyUpdate(Section):
-    """What every algorithm has."""
-
-    uses_anchor: ClassVar[bool] = True
-    """False for objectives without a ratio to the anchor."""
-    own_signals: ClassVar[frozenset[Signal]] = frozenset()
-    """What the method's advantages are made of, whatever its knobs."""
-    samples_greedily: ClassVar[bool] = False
-    """True where each problem is also attempted once without chance, as a baseline."""
-
-    shaping: ShapingConfig = ShapingConfig()
-    """What happens to rewards and trajectories before advantages, and which of them are trained on."""
-    domains: Mapping[str, ShapingConfig] = {}
-    """Shaping for the problems of a domain, instead of `shaping`."""
-    whiten_advantages: bool = False
-    """Standardise advantages over all tokens of the batch."""
-    advantage_clip: PositiveFloat | None = None
-    """Advantages are kept within plus and minus this."""
-    correction: CorrectionConfig | None = None
-    """For samplers that differ from the trainer, by arithmetic or by age."""
-    kl_loss: KlLossConfig | None = None
-    """Null: no penalty, and no reference policy is loaded."""
-    entropy_coefficient: NonNegativeFloat = 0.0
-    """Weight of the entropy bonus."""
-    aggregation: Aggregation = Aggregation.TOKEN_MEAN
-    """How token losses become one number."""
-    fixed_length_tokens: PositiveInt | None = None
-    """What `aggregation: fixed_length` divides by; null takes rollout.max_new_tokens."""
-
-    @model_validator(mode="after")
-    def _fixed_length_is_used(self):
-        if self.fixed_length_tokens is not None and self.aggregation is not Aggregation.FIXED_LENGTH:
-            raise ValueError(
-                f"fixed_length_tokens ({self.fixed_length_tokens}) needs aggregation fixed_length, not {self.aggregation}"
-            )
-        return self
-
-    @property
-    def compares_groups(self) -> bool:
-        """False where a trajectory needs no others of its problem to be judged."""
-        return True
-
-    @property
-    def sections(self) -> dict[str, ShapingConfig]:
-        """All settings of shaping, by their key."""
-        return {"algorithm.shaping": self.shaping} | {f"algorithm.domains.{k}": v for k, v in self.domains.items()}
-
-    @property
-    def value_model(self) -> "CriticConfig | None":
-        """The critic that learns beside the policy, one more update in every iteration, where there is one."""
-        return None
-
-    @property
-    def has_critic(self) -> bool:
-        return self.value_model is not None
-
-    @property
-    def warmup_iterations(self) -> int:
-        """Iterations at the start in which only the critic learns."""
-        return 0 if self.value_model is None else self.value_model.warmup_iterations
-
-    @property
-    def credit_signals(self) -> frozenset[Signal]:
-        """What advantages are made of, beside rewards."""
-        penalties = [section.kl for section in self.sections.values() if section.kl is not None]
-        signals = set(self.own_signals)
-        for penalty in penalties:
-            full = penalty.estimator is KlEstimator.FULL
-            signals |= {Signal.DIVERGENCE} if full else {Signal.ANCHOR, Signal.REFERENCE}
-        return frozenset(signals)
-
-    def loss_signals(self, num_optimizer_steps: int) -> frozenset[Signal]:
-        """What the loss needs. With a single optimizer step the policy is its own anchor until it moves."""
-        signals = set()
-        if num_optimizer_steps > 1 and (self.uses_anchor or self.correction is not None):
-            signals.add(Signal.ANCHOR)
-        if self.kl_loss is not None and self.kl_loss.estimator is not KlEstimator.FULL:
-            signals.add(Signal.REFERENCE)
-        return frozenset(signals)
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.kl_loss is not None or any(section.kl is not None for section in self.sections.values())
-
-
-class NormalizingUpdate(PolicyUpdate):
-    """For algorithms without a baseline of their own: rewards can be normalised."""
-
-    shaping: NormalizingConfig = NormalizingConfig()
-    """As in every algorithm, and with `normalize`."""
-    domains: Mapping[str, NormalizingConfig] = {}
-    """Shaping for the problems of a domain, instead of `shaping`."""
-
-    @property
-    def compares_groups(self) -> bool:
-        normalized = [s.normalize for s in (self.shaping, *self.domains.values()) if s.normalize is not None]
-        return any(StatisticsFrom.GROUP in (normalize.mean, normalize.std) for normalize in normalized)
-
-
-class ClippedUpdate(PolicyUpdate):
-    """What every algorithm with PPO's clipped ratio has."""
-
-    clip_low: PositiveFloat = 0.2
-    """The policy ratio is clipped below at 1 - clip_low (PPO's 0.2)."""
-    clip_high: PositiveFloat = 0.2
-    """The policy ratio is clipped above at 1 + clip_high (PPO's 0.2)."""
-    dual_clip: float | None = Field(default=None, gt=1.0)
-    """For negative advantages the loss is at most minus this times the advantage (3 in arXiv 1912.09729); null: no bound."""
-
-    @model_validator(mode="after")
-    def _clip_low_below_one(self):
-        if self.clip_low >= 1:
-            raise ValueError(f"clip_low ({self.clip_low}) must be below 1: the ratio is clipped at 1 - clip_low")
-        return self
 
 
 class Reinforce(NormalizingUpdate):
@@ -227,21 +74,6 @@ class Rloo(PolicyUpdate):
     uses_anchor: ClassVar[bool] = False
     kind: Literal["rloo"] = "rloo"
     aggregation: Aggregation = Aggregation.SEQUENCE_MEAN_TOKEN_SUM
-
-
-class CriticOptimizer(OptimizerConfig):
-    learning_rate: PositiveFloat = 1e-5
-    """Customarily about ten times the policy's."""
-
-
-class CriticConfig(Section):
-    """A value model of the policy's shape, starting from its weights, trained beside it."""
-
-    optimizer: CriticOptimizer = CriticOptimizer()
-    value_clip: PositiveFloat | None = 0.2
-    """A value may move this far from where it was before its loss stops falling (PPO's 0.2); null does not clip."""
-    warmup_iterations: NonNegativeInt = 0
-    """Iterations in which the critic learns and the policy does not move."""
 
 
 class Ppo(NormalizingUpdate, ClippedUpdate):
@@ -316,33 +148,6 @@ class StepReinforce(ClippedUpdate):
     kind: Literal["step_reinforce"] = "step_reinforce"
     discount: float = Field(default=0.95, gt=0.0, le=1.0)
     """Per turn."""
-
-
-class PretrainedTeacher(Section):
-    """A model of its own."""
-
-    kind: Literal["pretrained"] = "pretrained"
-    model: ModelConfig
-    """Must read the same tokens as the policy."""
-    weight: PositiveFloat = 1.0
-    domains: tuple[str, ...] = ()
-    """Teaches only problems of these domains; empty: all."""
-
-
-class RunTeacher(Section):
-    """The policy another run of the same model ended with."""
-
-    kind: Literal["run"] = "run"
-    run_id: str
-    """A run in the same store, for example quickstart-1."""
-    iteration: NonNegativeInt | None = None
-    """Which of its checkpoints teaches; null takes the last one there is when this run is opened."""
-    weight: PositiveFloat = 1.0
-    domains: tuple[str, ...] = ()
-    """Teaches only problems of these domains; empty: all."""
-
-
-TeacherConfig = Annotated[PretrainedTeacher | RunTeacher, Field(discriminator="kind")]
 
 
 class Distillation(PolicyUpdate):

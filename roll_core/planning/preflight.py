@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from roll_core.config.algorithm import Distillation, PretrainedTeacher, RunTeacher, TeacherConfig
+from roll_core.config.algorithm import Distillation
 from roll_core.config.model import PretrainedModel
 from roll_core.config.placement import DeviceKind
 from roll_core.config.run import RunConfig
 from roll_core.config.services import Launcher
+from roll_core.config.teachers import PretrainedTeacher, RunTeacher, TeacherConfig
 from roll_core.data.problem_source import build_source
 from roll_core.errors import UserError
 from roll_core.rollout.renderer import build_renderer

@@ -1,11 +1,15 @@
-"""Clients of engines and graders that live in this process: what tests and benchmarks use where a run has Ray between."""
+"""The rollout scheduler with engine and grader in this process: for tests and benchmarks, where a run has Ray between."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from roll_core.config.run import RunConfig
+from roll_core.data.problem_source import build_source
 from roll_core.inference.requests import Completion, GenerationRequest
+from roll_core.rollout.renderer import build_renderer
+from roll_core.rollout.scheduler import RolloutScheduler
 from roll_core.types.trajectory import Failure, Problem, Score, Trajectory
 
 if TYPE_CHECKING:
@@ -32,3 +36,16 @@ class LocalGrader:
 
     async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure]:
         return await self.grader.grade(items)
+
+
+def scheduler_in_process(config: RunConfig, engine: "InferenceEngine", grader: Grades) -> RolloutScheduler:
+    """The scheduler of a run's config, over one engine and one grader."""
+    return RolloutScheduler(
+        config.rollout,
+        seed=config.seed,
+        source=build_source(config.problems, config.seed),
+        renderer=build_renderer(config.model),
+        engines=[LocalEngine("engine", engine)],
+        graders=[LocalGrader("grader", grader)],
+        greedy_baseline=config.algorithm.samples_greedily,
+    )

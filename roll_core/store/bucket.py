@@ -82,11 +82,8 @@ class Bucket:
         if expected_size <= PART_SIZE:
             yield self.read(name)
             return
-        size, step = self.size(name), part_size(expected_size)
+        size, step = self._head(name)["ContentLength"], part_size(expected_size)
         yield from in_order(partial(self._read_range, name, step, size), range(0, size, step), PARTS_IN_FLIGHT)
-
-    def size(self, name: str) -> int:
-        return self._ask(lambda fs: fs._call_s3("head_object", **self._target(name)))["ContentLength"]
 
     def list(self, folder: str) -> list[str]:
         path = self._path(folder)
@@ -158,10 +155,13 @@ class Bucket:
 
     def _is_written_by(self, name: str, writer: str) -> bool:
         try:
-            found = self._ask(lambda fs: fs._call_s3("head_object", **self._target(name)))
+            found = self._head(name)
         except FileNotFoundError:
             return False
         return found["Metadata"].get(WRITER) == writer
+
+    def _head(self, name: str) -> Any:
+        return self._ask(lambda fs: fs._call_s3("head_object", **self._target(name)))
 
     def _ask(self, request: Request, attempt_seconds: float | None = None) -> Any:
         """The answer to a request, asked again while the failure is one that passes, for at most `store.retry_seconds`."""

@@ -48,10 +48,6 @@ class Folder:
             while part := file.read(PART_SIZE):
                 yield part
 
-    def size(self, name: str) -> int:
-        with self._refusals("read from", "readable"):
-            return (self._root / name).stat().st_size
-
     def list(self, folder: str) -> list[str]:
         with self._refusals("read from", "readable"):
             try:

@@ -34,8 +34,6 @@ class Medium(Protocol):
     def read_parts(self, name: str, expected_size: int) -> Iterator[bytes]:
         """All bytes of an object, in order; `expected_size` decides only how they are fetched."""
 
-    def size(self, name: str) -> int: ...
-
     def list(self, folder: str) -> list[str]:
         """Names directly in a folder as they are now, none if there is no such folder."""
 

@@ -32,9 +32,6 @@ class Memory:
     def read_parts(self, name: str, expected_size: int) -> Iterator[bytes]:  # noqa: ARG002
         yield self.read(name)
 
-    def size(self, name: str) -> int:
-        return len(self.read(name))
-
     def list(self, folder: str) -> list[str]:
         prefix = f"{folder}/"
         return list({name.removeprefix(prefix).split("/")[0] for name in list(self._objects) if name.startswith(prefix)})

@@ -83,13 +83,6 @@ class ObjectStore:
         for _ in in_order(lambda pair: self.get_file(*pair), wanted, FILES_IN_FLIGHT):
             pass
 
-    def has(self, ref: ArtifactRef) -> bool:
-        """Whether an object of that name and size is there. Only reading it says that its bytes are right."""
-        try:
-            return self._medium.size(object_name(ref)) == ref.size
-        except FileNotFoundError:
-            return False
-
     def create(self, name: str, data: bytes) -> None:
         """Write an object that must not exist yet: of several writers exactly one succeeds, the others get AlreadyExists."""
         self._medium.create(name, data)

@@ -23,7 +23,8 @@ from roll_core.batching.micro_batch import GlobalCounts, MicroBatch, build_micro
 from roll_core.batching.packing import PackingLimits
 from roll_core.batching.samples import GradedBatch, build_batch
 from roll_core.batching.token_data import TokenData, untaught
-from roll_core.config.algorithm import Distillation, Signal
+from roll_core.config.algorithm import Distillation
+from roll_core.config.policy_update import Signal
 from roll_core.config.run import RunConfig
 from roll_core.config.training import OptimizerConfig, Packing
 from roll_core.training.base import CriticBackend, Policy, TrainingBackend

@@ -49,7 +49,7 @@ class TokenScorer(nn.Module):
             # Nothing to score; the zero still hangs on every weight, so that all ranks run the same backward collectives.
             nothing = ((hidden_RTH.sum() + output_VH.sum()) * 0.0).float().expand(0)
             return Scored(nothing, nothing, nothing if reference is not None else None)
-        scores = _ScoreTokens.apply(
+        scores = ScoreTokens.apply(
             hidden_NH,
             output_VH,
             micro_batch.target_ids_N,
@@ -76,7 +76,7 @@ def last_hidden_states(base_model: nn.Module, micro_batch: MicroBatch) -> Tensor
     ).last_hidden_state
 
 
-class _ScoreTokens(torch.autograd.Function):
+class ScoreTokens(torch.autograd.Function):
     """Output layer, softmax and what is read off it, fused: with p the policy's and q the reference's distribution,
     log p(target), H = -sum p log p and D = sum p (log p - log q). Only log-normalisers are kept for the backward pass."""
 

@@ -43,13 +43,13 @@ class TorchBackend(TorchTrained):
         batch = micro_batch.to(self._settings.device)
         with self._settings.arithmetic():
             scored = self._scorer(batch)
-        self._backward(loss(_loss_inputs(batch, scored)), len(scored.logprobs_N))
+        self._backward(loss(loss_inputs(batch, scored)), len(scored.logprobs_N))
 
     def accumulate_beside_reference(self, micro_batch: MicroBatch, loss: LossFn) -> None:
         batch = micro_batch.to(self._settings.device)
         with self._settings.arithmetic():
             scored = self._scorer(batch, self._reference_states(batch))
-        self._backward(loss(_loss_inputs(batch, scored)), len(scored.logprobs_N))
+        self._backward(loss(loss_inputs(batch, scored)), len(scored.logprobs_N))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._scorer.model.named_parameters():
@@ -82,7 +82,7 @@ def _build_scorer(model: ModelConfig, settings: TorchSettings) -> TokenScorer:
     return scorer
 
 
-def _loss_inputs(batch: MicroBatch, scored: Scored) -> LossInputs:
+def loss_inputs(batch: MicroBatch, scored: Scored) -> LossInputs:
     tokens, logprobs_N = batch.tokens, scored.logprobs_N
     return LossInputs(
         policy_logprobs_N=logprobs_N,

@@ -9,7 +9,7 @@ import torch
 
 from roll_core.algorithms.catalog import TABLE
 from roll_core.batching.demonstrations import as_sample
-from roll_core.config.algorithm import Signal
+from roll_core.config.policy_update import Signal
 from roll_core.config.training import WarmStartConfig
 from roll_core.data.problem_source import build_source
 from roll_core.rollout.renderer import build_renderer

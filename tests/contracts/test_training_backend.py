@@ -16,9 +16,10 @@ from roll_core.algorithms.inputs import LossFn
 from roll_core.algorithms.values import clipped_value_loss
 from roll_core.batching.micro_batch import MicroBatch
 from roll_core.batching.packing import PackingLimits, plan_ranks
-from roll_core.config.algorithm import Aggregation, AlgorithmConfig, Grpo, Gspo, KlLossConfig, Ppo, RatioLevel
+from roll_core.config.algorithm import AlgorithmConfig, Grpo, Gspo, Ppo
 from roll_core.config.correction import CorrectionConfig, CorrectionLevel, FilterConfig, WeightingConfig
 from roll_core.config.model import Architecture, ScratchModel
+from roll_core.config.policy_update import Aggregation, KlLossConfig, RatioLevel
 from roll_core.config.shaping import KlEstimator
 from roll_core.config.training import OptimizerConfig, Packing, TrainingConfig
 from roll_core.training.base import Policy

@@ -6,17 +6,9 @@ import pytest
 
 from roll_core.algorithms.catalog import TABLE, build_algorithm, row_of
 from roll_core.algorithms.guide import guide
-from roll_core.config.algorithm import (
-    AlgorithmConfig,
-    DecoupledPpo,
-    Grpo,
-    KlLossConfig,
-    Ppo,
-    Reinforce,
-    Rloo,
-    Signal,
-)
+from roll_core.config.algorithm import AlgorithmConfig, DecoupledPpo, Grpo, Ppo, Reinforce, Rloo
 from roll_core.config.correction import CorrectionConfig
+from roll_core.config.policy_update import KlLossConfig, Signal
 from roll_core.config.shaping import KlEstimator, KlRewardConfig, ShapingConfig
 from tests.support import ROOT
 
