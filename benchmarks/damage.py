@@ -24,7 +24,7 @@ from pathlib import Path
 from roll_core.config.load import validate_config
 from roll_core.config.run import RunConfig
 from roll_core.errors import RollError
-from roll_core.store.checkpoints import download_files, upload_files
+from roll_core.store.checkpoints import checkpoints_of, download_files, record_checkpoint, upload_files
 from roll_core.store.medium import PART_SIZE
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.rollouts import encode_trajectories
@@ -64,6 +64,7 @@ class Stored:
     runs: tuple[RunRef, ...]
     configs: dict[str, RunConfig]
     chains: dict[str, list[Manifest]]
+    checkpoints: dict[str, list[CheckpointRef]]
     names: tuple[str, ...]
 
     @property
@@ -79,6 +80,7 @@ class Seen:
     crashes: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
     shortened_runs: set[str] = field(default_factory=set)
+    runs_with_fewer_checkpoints: set[str] = field(default_factory=set)
 
 
 def write_runs(store: ObjectStore, scratch: Path, num_runs: int, num_iterations: int, large_file: int) -> Stored:
@@ -86,22 +88,26 @@ def write_runs(store: ObjectStore, scratch: Path, num_runs: int, num_iterations:
     refs: list[RunRef] = []
     configs: dict[str, RunConfig] = {}
     chains: dict[str, list[Manifest]] = {}
+    checkpoints: dict[str, list[CheckpointRef]] = {}
     for number in range(num_runs):
         config = _config(store.uri, seed=number)
         run = open_run(store, config)
         refs.append(run)
         configs[run.run_id] = config
         chain: list[Manifest] = []
+        checkpoints[run.run_id] = []
         for iteration in range(num_iterations + 1):
-            size = large_file if (number, iteration) == (0, 0) else 40_000
-            chain.append(_manifest(store, run, chain, scratch, size, rng))
+            chain.append(_manifest(store, run, chain, rng))
+            if iteration % CHECKPOINT_EVERY == 0:
+                size = large_file if (number, iteration) == (0, 0) else 40_000
+                checkpoints[run.run_id].append(_put_checkpoint(store, chain[-1], scratch, size, rng))
             commit(store, chain[-1])
         chains[run.run_id] = chain
     objects = [f"objects/{prefix}/{name}" for prefix in store.list("objects") for name in store.list(f"objects/{prefix}")]
     records = [f"runs/{run.run_id}/config.json" for run in refs]
-    for run in refs:
-        records += [f"runs/{run.run_id}/iterations/{name}" for name in store.list(f"runs/{run.run_id}/iterations")]
-    return Stored(tuple(refs), configs, chains, (*objects, *records))
+    for folder in (f"runs/{run.run_id}/{part}" for run in refs for part in ("iterations", "checkpoints")):
+        records += [f"{folder}/{name}" for name in store.list(folder)]
+    return Stored(tuple(refs), configs, chains, checkpoints, (*objects, *records))
 
 
 def try_damages(
@@ -149,11 +155,12 @@ def read_everything(store: ObjectStore, stored: Stored, scratch: Path) -> Seen:
         _read(seen, lambda run=run: read_config(find_run(store, run.run_id)), stored.configs[run.run_id], run.run_id)
         _read(seen, lambda run=run: read_config(run), stored.configs[run.run_id], run.run_id)
         _read_chain(seen, store, run.run_id, chain)
+        _read_checkpoint_records(seen, store, run.run_id, stored)
         for manifest in chain:
-            for ref in _trajectories(manifest):
+            for ref in manifest.artifacts:
                 _read(seen, lambda ref=ref: digest_of(store.get(ref)), ref.digest, ref.digest)
-            if manifest.checkpoint is not None:
-                _read_checkpoint(seen, store, manifest.checkpoint, scratch / "restored")
+        for checkpoint in stored.checkpoints[run.run_id]:
+            _read_checkpoint(seen, store, checkpoint, scratch / "restored")
     return seen
 
 
@@ -161,9 +168,12 @@ def judge(seen: Seen, damaged: set[str], damage: Damage, stored: Stored) -> Outc
     if seen.crashes:
         return Outcome.CRASHED
     newest_deleted = damage is Damage.DELETE and damaged <= stored.newest_manifests
+    record_deleted = damage is Damage.DELETE and all("/checkpoints/" in name for name in damaged)
     if seen.differences or (seen.shortened_runs and not newest_deleted):
         return Outcome.SILENT
-    if seen.shortened_runs:
+    if seen.runs_with_fewer_checkpoints and not (record_deleted or newest_deleted):
+        return Outcome.SILENT
+    if seen.shortened_runs or seen.runs_with_fewer_checkpoints:
         return Outcome.REDONE
     if not seen.errors:
         return Outcome.SAME
@@ -173,7 +183,9 @@ def judge(seen: Seen, damaged: set[str], damage: Damage, stored: Stored) -> Outc
 def kind_of(name: str) -> str:
     if name.startswith("objects/"):
         return "artifact"
-    return "config" if name.endswith("/config.json") else "manifest"
+    if name.endswith("/config.json"):
+        return "config"
+    return "checkpoint record" if "/checkpoints/" in name else "manifest"
 
 
 def replace(store: ObjectStore, name: str, data: bytes | None) -> None:
@@ -203,6 +215,19 @@ def _read_chain(seen: Seen, store: ObjectStore, run_id: str, written: list[Manif
     _read(seen, read, written, run_id)
 
 
+def _read_checkpoint_records(seen: Seen, store: ObjectStore, run_id: str, stored: Stored) -> None:
+    written = stored.checkpoints[run_id]
+
+    def read() -> list[CheckpointRef]:
+        found = checkpoints_of(store, stored.chains[run_id])
+        if len(found) < len(written) and all(checkpoint in written for checkpoint in found):
+            seen.runs_with_fewer_checkpoints.add(run_id)
+            return written
+        return found
+
+    _read(seen, read, written, f"checkpoints of {run_id}")
+
+
 def _read_checkpoint(seen: Seen, store: ObjectStore, checkpoint: CheckpointRef, folder: Path) -> None:
     def read() -> list[str]:
         download_files(store, checkpoint, folder)
@@ -213,14 +238,8 @@ def _read_checkpoint(seen: Seen, store: ObjectStore, checkpoint: CheckpointRef, 
     _read(seen, read, [file.artifact.digest for file in checkpoint.files], "checkpoint")
 
 
-def _trajectories(manifest: Manifest) -> list[ArtifactRef]:
-    return [receipt.trajectories for receipt in (manifest.collected, manifest.evaluated) if receipt is not None]
-
-
-def _manifest(
-    store: ObjectStore, run: RunRef, chain: list[Manifest], scratch: Path, file_size: int, rng: random.Random
-) -> Manifest:
-    """An iteration with everything one can have: rollouts, and now and then an evaluation and a checkpoint."""
+def _manifest(store: ObjectStore, run: RunRef, chain: list[Manifest], rng: random.Random) -> Manifest:
+    """An iteration with everything one can have: rollouts, and now and then an evaluation."""
     iteration, due = len(chain), len(chain) % CHECKPOINT_EVERY == 0
     parent = record_digest(chain[-1]) if chain else NO_PARENT
     request = CollectRequest(
@@ -244,7 +263,7 @@ def _manifest(
         next_problem=8 * (iteration + 1),
         collected=collected,
         evaluated=_evaluated(store, iteration, rng) if due else None,
-        checkpoint=_put_checkpoint(store, iteration, scratch, file_size, rng) if due else None,
+        weights_digest=digest_of(rng.randbytes(8)),
         metrics=collected.metrics,
         timings={"wall": rng.random()},
         committed_at="2026-11-15T09:30:00+00:00",
@@ -276,14 +295,21 @@ def _trajectory(group: int, attempt: int, rng: random.Random) -> Trajectory:
     return Trajectory(f"sort/train/{group}", "sort", group, attempt, (turn,), Ending.STOP, score, None)
 
 
-def _put_checkpoint(store: ObjectStore, iteration: int, scratch: Path, size: int, rng: random.Random) -> CheckpointRef:
+def _put_checkpoint(store: ObjectStore, manifest: Manifest, scratch: Path, size: int, rng: random.Random) -> CheckpointRef:
     folder = scratch / "checkpoint"
     files = [folder / name for name in ("__0_0.distcp", "__1_0.distcp", ".metadata")]
     for file, file_size in zip(files, (size, 40_000, 900), strict=True):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(rng.randbytes(file_size))
     uploaded = upload_files(store, folder, files)
-    return CheckpointRef(iteration=iteration, weights_version=iteration, files=tuple(uploaded))
+    checkpoint = CheckpointRef(
+        iteration=manifest.iteration,
+        weights_version=manifest.iteration,
+        weights_digest=manifest.weights_digest,
+        files=tuple(uploaded),
+    )
+    record_checkpoint(store, manifest.run_id, checkpoint)
+    return checkpoint
 
 
 def _config(store_uri: str, seed: int) -> RunConfig:

@@ -16,8 +16,11 @@ def replay(run_id: str, iteration: int, store: str) -> Replayed:
     """Compare what an update gives today with what was committed. Writes nothing into the store."""
     from roll_core.roles.fleet import Fleet
 
-    run = find_run(ObjectStore(store), run_id)
-    chain = read_chain(ObjectStore(store), run_id)
+    there = ObjectStore(store)
+    run, chain = find_run(there, run_id), read_chain(there, run_id)
     refuse_unless_learned(chain, run_id, iteration)
-    with tempfile.TemporaryDirectory(prefix="roll-replay-") as folder, Fleet(run, read_config(run), Path(folder)) as fleet:
-        return replay_task(chain, iteration, fleet)
+    with tempfile.TemporaryDirectory(prefix="roll-replay-") as folder:
+        leg_dir = Path(folder) / "leg"
+        leg_dir.mkdir()
+        with Fleet(run, read_config(run), leg_dir) as fleet:
+            return replay_task(chain, iteration, there, fleet)

@@ -18,7 +18,7 @@ from roll_core.store.runs import read_chain, read_config
 from roll_core.tracking.spool import RunStatus
 from roll_core.types.manifest import CollectRequest, LegEnded, Manifest, Updated
 from roll_core.types.refs import RunRef, record_digest
-from tasks.checkpoint import checkpoint
+from tasks.checkpoint import checkpoint, store_checkpoint
 from tasks.collect import collect
 from tasks.commit import Iteration, commit
 from tasks.evaluate import evaluate
@@ -37,6 +37,7 @@ def train_leg(run: RunRef, leg: int) -> LegEnded:
         manifest = begin_or_recover(services)
         while manifest.iteration < services.config.iterations:
             manifest = iterate(manifest, services)
+        store_checkpoint(services)
         services.tracker.end(RunStatus.FINISHED)
     return LegEnded(run_id=run.run_id, leg=leg, last_iteration=manifest.iteration, finished=True, fenced=False, cause="")
 
@@ -50,8 +51,8 @@ def iterate(manifest: Manifest, services: Services) -> Manifest:
     updated = update(prepared, services)
     published = publish(updated, services)
     evaluated = evaluate(updated, services) if is_due(updated, config.evaluation.every, config) else None
-    checkpointed = checkpoint(updated, services) if is_due(updated, config.checkpoint.every, config) else None
-    return commit(manifest, Iteration(prepared, critic_updated, updated, published, evaluated, checkpointed), services)
+    saving = checkpoint(updated, published, services) if is_due(updated, config.checkpoint.every, config) else None
+    return commit(manifest, Iteration(prepared, critic_updated, updated, published, evaluated, saving), services)
 
 
 def begin_or_recover(services: Services) -> Manifest:
@@ -78,8 +79,9 @@ def begin(services: Services) -> Manifest:
     start = Updated(iteration=0, weights_version=0) if services.config.warm_start is None else warm_start(services)
     published = publish(start, services)
     evaluated = evaluate(start, services)
-    checkpointed = checkpoint(start, services)
-    return commit(None, Iteration(None, None, start, published, evaluated, checkpointed), services)
+    saving = checkpoint(start, published, services)
+    store_checkpoint(services)
+    return commit(None, Iteration(None, None, start, published, evaluated, saving), services)
 
 
 def next_request(manifest: Manifest, config: RunConfig) -> CollectRequest:

@@ -11,7 +11,7 @@ from roll_core.store.rollouts import decode_trajectories
 from roll_core.store.runs import commit as commit_manifest
 from roll_core.types.manifest import (
     NO_PARENT,
-    Checkpointed,
+    Checkpointing,
     Evaluated,
     Manifest,
     Metrics,
@@ -34,7 +34,7 @@ class Iteration:
     updated: Updated
     published: Published
     evaluated: Evaluated | None
-    checkpointed: Checkpointed | None
+    saving: Checkpointing | None
 
     def by_stage(self) -> dict[str, Receipt]:
         receipts: dict[str, Receipt | None] = {
@@ -44,7 +44,7 @@ class Iteration:
             "update" if self.prepared else "warm_start": self.updated,
             "publish": self.published,
             "evaluate": self.evaluated,
-            "checkpoint": self.checkpointed,
+            "checkpoint": self.saving,
         }
         return {stage: receipt for stage, receipt in receipts.items() if receipt is not None}
 
@@ -65,11 +65,12 @@ def commit(parent: Manifest | None, iteration: Iteration, services: Services) ->
         next_problem=collected.request.first_problem + collected.request.num_groups if collected else 0,
         collected=collected,
         evaluated=iteration.evaluated,
-        checkpoint=iteration.checkpointed.checkpoint if iteration.checkpointed else None,
         metrics=_metrics(iteration, timings),
         timings=timings,
         committed_at=datetime.now(UTC).isoformat(),
     )
+    services.fleet.wait_until_stored(manifest.artifacts)
+    services.fleet.raise_if_not_stored()
     commit_manifest(services.store, manifest)
     services.last_commit_at = time.monotonic()
     _track(manifest, services)

@@ -6,6 +6,8 @@ twice.
 
 from typing import TYPE_CHECKING
 
+from roll_core.store.checkpoints import checkpoints_to_resume
+from roll_core.store.object_store import ObjectStore
 from roll_core.types.manifest import Manifest, Metrics, Receipt
 from tasks.durability import state_changing
 from tasks.services import Services
@@ -17,14 +19,14 @@ if TYPE_CHECKING:
 @state_changing("recover")
 def recover(chain: list[Manifest], services: Services) -> Receipt:
     """Bring trainer and engines to the policy of the last manifest of a whole chain."""
-    num_replayed = bring_trainer_to(chain, services.fleet)
+    num_replayed = bring_trainer_to(chain, services.store, services.fleet)
     services.fleet.publish(chain[-1].weights_version)
     return Receipt(metrics={"recover/replayed_iterations": num_replayed})
 
 
-def bring_trainer_to(chain: list[Manifest], fleet: "Fleet") -> int:
+def bring_trainer_to(chain: list[Manifest], store: ObjectStore, fleet: "Fleet") -> int:
     """Load the last checkpoint of a chain and make the updates since again; how many there were."""
-    checkpoints = [manifest.checkpoint for manifest in chain if manifest.checkpoint is not None]
+    checkpoints = checkpoints_to_resume(store, chain)
     fleet.restore(checkpoints[-1], checkpoints[0])
     to_replay = [manifest for manifest in chain if manifest.iteration > checkpoints[-1].iteration]
     for manifest in to_replay:

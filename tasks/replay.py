@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from roll_core.store.object_store import ObjectStore
 from roll_core.types.manifest import Difference, Manifest, Replayed
 from tasks.durability import state_changing
 from tasks.recover import bring_trainer_to, learn_again
@@ -14,10 +15,10 @@ COMPARED = ("update/loss", "update/gradient_norm", "critic/loss")
 
 
 @state_changing("replay {iteration}")
-def replay(chain: list[Manifest], iteration: int, fleet: "Fleet") -> Replayed:
+def replay(chain: list[Manifest], iteration: int, store: ObjectStore, fleet: "Fleet") -> Replayed:
     """Bring the trainer to the policy before an iteration, make its update again, and compare."""
     committed = chain[iteration]
-    bring_trainer_to(chain[:iteration], fleet)
+    bring_trainer_to(chain[:iteration], store, fleet)
     metrics = learn_again(committed, fleet)
     pairs = {name: (str(committed.metrics[name]), str(metrics[name])) for name in COMPARED if name in committed.metrics}
     if committed.weights_digest:

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,10 +42,19 @@ def open_services(run: RunRef, leg: int) -> Iterator[Services]:
     config = read_config(run)
     leg_dir = run_dir(run, config) / f"leg-{leg}"
     leg_dir.mkdir(parents=True, exist_ok=True)
-    with _lease(run, config), tracking(run, config) as tracker, Fleet(run, config, leg_dir) as fleet:
-        tracker.set_tags({"roll.leg": str(leg)})
-        settle()
-        yield Services(run, config, leg, ObjectStore(run.store_uri, config.store.retry_seconds), fleet, tracker)
+    with _lease(run, config), tracking(run, config) as tracker:
+        _clear_scratch(run_dir(run, config))
+        with Fleet(run, config, leg_dir) as fleet:
+            tracker.set_tags({"roll.leg": str(leg)})
+            settle()
+            yield Services(run, config, leg, ObjectStore(run.store_uri, config.store.retry_seconds), fleet, tracker)
+
+
+def _clear_scratch(folder: Path) -> None:
+    """What killed legs left of checkpoints they were storing or loading: as large as they were, and no use to anybody."""
+    for pattern in ("leg-*/checkpoint-*", "leg-*/restore-*"):
+        for left in folder.glob(pattern):
+            shutil.rmtree(left)
 
 
 @contextlib.contextmanager

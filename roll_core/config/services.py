@@ -17,6 +17,8 @@ class StoreConfig(Section):
     retry_seconds: PositiveFloat = RETRY_SECONDS
     """Longest outage of the store that is waited for. Requests that got no answer, or one that says "later", are repeated
     for so long, with growing pauses; then the leg fails and the run can be resumed."""
+    spool_megabytes: PositiveInt = 4096
+    """Rollouts kept in work_dir on their way to the store. When that is full, collecting waits for the store."""
 
 
 class TrackingConfig(Section):
@@ -53,6 +55,8 @@ class DeadlinesConfig(Section):
     publish: PositiveFloat = 600.0
     evaluate: PositiveFloat = 3600.0
     checkpoint: PositiveFloat = 1800.0
+    store: PositiveFloat = 3600.0
+    """Rollouts that a commit names, on their way to the store."""
 
 
 class EvaluationConfig(Section):

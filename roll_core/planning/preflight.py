@@ -11,8 +11,9 @@ from roll_core.config.teachers import PretrainedTeacher, RunTeacher, TeacherConf
 from roll_core.data.problem_source import build_source
 from roll_core.errors import UserError
 from roll_core.rollout.renderer import build_renderer
+from roll_core.store.checkpoints import checkpoint_iterations
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import checkpoint_iterations, find_run, read_config
+from roll_core.store.runs import find_run, read_config
 
 
 def check_ready(config: RunConfig) -> None:

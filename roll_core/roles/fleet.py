@@ -6,6 +6,8 @@ The tasks call it; it holds Ray handles and object references, never a batch or 
 import json
 import logging
 import os
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,12 @@ from roll_core.roles.engine_role import EngineRole
 from roll_core.roles.placement import reserve_devices
 from roll_core.roles.reward_role import RewardRole
 from roll_core.roles.scheduler_role import RemoteEngine, RemoteGrader, SchedulerRole
-from roll_core.roles.trainer_rank import TrainerRank
+from roll_core.roles.trainer_rank import BESIDE, TrainerRank
 from roll_core.roles.waiting import wait_for
+from roll_core.store.checkpoints import record_checkpoint
+from roll_core.store.object_store import ObjectStore
 from roll_core.types.manifest import Collected, CollectRequest, Evaluated, Metrics, Published
-from roll_core.types.refs import CheckpointRef, RunRef
+from roll_core.types.refs import ArtifactRef, CheckpointRef, RunRef
 
 _SHARING_CORES = {"GOMP_SPINCOUNT": "300"}
 """OpenMP threads of several roles share cores: those that wait must not spin for milliseconds, as libgomp's do."""
@@ -38,6 +42,9 @@ class Fleet:
         self._leg_dir = leg_dir
         self._trajectories: dict[str, list[ray.ObjectRef]] = {}
         self._engines_awake = True
+        self._store = ObjectStore(run.store_uri, config.store.retry_seconds)
+        self._beside = ThreadPoolExecutor(1, "store-checkpoint")
+        self._storing: Future[CheckpointRef] | None = None
 
     def __enter__(self) -> "Fleet":
         deadline_s = self._config.deadlines.start
@@ -56,7 +63,7 @@ class Fleet:
             for number in range(placement.reward_workers)
         }
         self._ranks = {
-            f"trainer rank {rank}": ray.remote(TrainerRank)
+            f"trainer rank {rank}": ray.remote(concurrency_groups={BESIDE: 1})(TrainerRank)
             .options(**devices.options(device))
             .remote(config, store_uri, self._leg_dir, rank, len(placement.trainer))
             for rank, device in enumerate(placement.trainer)
@@ -67,6 +74,7 @@ class Fleet:
             .remote(
                 config,
                 store_uri,
+                self._leg_dir.parent,
                 [RemoteEngine(name, actor) for name, actor in self._engines.items()],
                 [RemoteGrader(name, actor) for name, actor in self._rewards.items()],
             )
@@ -79,7 +87,8 @@ class Fleet:
         return self._config.algorithm.has_critic
 
     def __exit__(self, *_: object) -> None:
-        ray.shutdown()
+        ray.shutdown()  # ends what is still being stored, too
+        self._beside.shutdown()
 
     def warm_start(self) -> Metrics:
         self._lend_devices_to_trainer()
@@ -133,11 +142,41 @@ class Fleet:
         calls = {"rollout scheduler": self._scheduler.evaluate.remote(weights_version)}
         return wait_for(calls, "evaluate", 1.1 * self._config.deadlines.evaluate)["rollout scheduler"]
 
-    def checkpoint(self, iteration: int, weights_version: int) -> CheckpointRef:
-        calls = {name: rank.checkpoint.remote(iteration) for name, rank in self._ranks.items()}
-        answers = wait_for(calls, "checkpoint", self._config.deadlines.checkpoint)
-        files = tuple(file for files in answers.values() for file in files)
-        return CheckpointRef(iteration=iteration, weights_version=weights_version, files=files)
+    def checkpoint(self, iteration: int, published: Published) -> None:
+        """Copy what learning goes on from, and begin to store the copy. One at a time: a store that is slower than the
+        run slows the run down."""
+        self.store_checkpoint()
+        copying = {name: rank.copy_state.remote() for name, rank in self._ranks.items()}
+        wait_for(copying, "checkpoint", self._config.deadlines.checkpoint)
+        storing = {name: rank.store_copy.remote(iteration) for name, rank in self._ranks.items()}
+        self._storing = self._beside.submit(self._record_when_stored, storing, iteration, published)
+
+    def store_checkpoint(self) -> CheckpointRef | None:
+        """Wait until the checkpoint that is being stored is one, if there is such; raise what went wrong with it."""
+        storing, self._storing = self._storing, None
+        return storing.result() if storing else None
+
+    def raise_if_not_stored(self) -> None:
+        """Storing a checkpoint failed: to be known now, not at the next one."""
+        if self._storing is not None and self._storing.done():
+            self.store_checkpoint()
+
+    def wait_until_stored(self, artifacts: list[ArtifactRef]) -> None:
+        """Everything a manifest is going to name is in the store when this returns."""
+        calls = {"rollout scheduler": self._scheduler.wait_until_stored.remote(artifacts)}
+        wait_for(calls, "store", self._config.deadlines.store)
+
+    def _record_when_stored(self, storing: dict[str, ray.ObjectRef], iteration: int, published: Published) -> CheckpointRef:
+        answers = wait_for(storing, "checkpoint", self._config.deadlines.checkpoint)
+        checkpoint = CheckpointRef(
+            iteration=iteration,
+            weights_version=published.weights_version,
+            weights_digest=published.weights_digest,
+            files=tuple(file for files in answers.values() for file in files),
+        )
+        record_checkpoint(self._store, self._run.run_id, checkpoint)
+        shutil.rmtree(self._leg_dir / f"checkpoint-{iteration}")
+        return checkpoint
 
     def _start_ray(self) -> None:
         cluster = self._config.cluster

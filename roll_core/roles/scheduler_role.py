@@ -1,7 +1,9 @@
 """The rollout scheduler as a Ray actor: batches go from here to the trainer as object references, and to the store."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray
 from ray.actor import ActorHandle
@@ -16,8 +18,9 @@ from roll_core.rollout.renderer import build_renderer
 from roll_core.rollout.scheduler import RolloutScheduler
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.rollouts import encode_trajectories
+from roll_core.store.write_behind import WriteBehind
 from roll_core.types.manifest import Collected, CollectRequest, Evaluated
-from roll_core.types.refs import ArtifactKind
+from roll_core.types.refs import ArtifactKind, ArtifactRef
 from roll_core.types.trajectory import Failure, Problem, Score, Trajectory
 
 
@@ -47,9 +50,12 @@ class RemoteGrader:
 
 
 class SchedulerRole:
-    def __init__(self, config: RunConfig, store_uri: str, engines: list[RemoteEngine], graders: list[RemoteGrader]):
+    def __init__(
+        self, config: RunConfig, store_uri: str, scratch: Path, engines: list[RemoteEngine], graders: list[RemoteGrader]
+    ):
         self._config = config
-        self._store = ObjectStore(store_uri, config.store.retry_seconds)
+        store = ObjectStore(store_uri, config.store.retry_seconds)
+        self._spool = WriteBehind(store, scratch / "spool", config.store.spool_megabytes * 10**6)
         self._scheduler = RolloutScheduler(
             config.rollout,
             seed=config.seed,
@@ -61,6 +67,8 @@ class SchedulerRole:
         )
 
     async def start(self) -> None:
+        """What an earlier leg generated and could not store is stored first: kept answers name it."""
+        await asyncio.to_thread(self._spool.store_leftovers)
         settle()
 
     async def collect(self, request: CollectRequest) -> tuple[Collected, list[ray.ObjectRef]]:
@@ -69,7 +77,7 @@ class SchedulerRole:
         refuse_if_none_graded(trajectories, f"collect {request.iteration}")
         collected = Collected(
             request=request,
-            trajectories=self._store.put(encode_trajectories(trajectories), ArtifactKind.TRAJECTORIES),
+            trajectories=await self._keep(trajectories),
             num_trajectories=len(trajectories),
             num_failed=sum(t.failure is not None for t in trajectories),
             num_tokens=sum(t.num_completion_tokens for t in trajectories),
@@ -85,12 +93,20 @@ class SchedulerRole:
             weights_version=weights_version,
             num_problems=num_problems,
             accuracy=metrics.accuracy(trajectories),
-            trajectories=self._store.put(encode_trajectories(trajectories), ArtifactKind.TRAJECTORIES),
+            trajectories=await self._keep(trajectories),
             metrics={
                 "accuracy/held_out": metrics.accuracy(trajectories),
                 "accuracy/held_out_failed": float(sum(t.score is None for t in trajectories)),
             },
         )
+
+    async def wait_until_stored(self, artifacts: list[ArtifactRef]) -> None:
+        await asyncio.to_thread(self._spool.wait, artifacts, self._config.deadlines.store)
+
+    async def _keep(self, trajectories: list[Trajectory]) -> ArtifactRef:
+        """On disk now, in the store before anything is committed that names them. Waits where the spool is full."""
+        data = encode_trajectories(trajectories)
+        return await asyncio.to_thread(self._spool.put, data, ArtifactKind.TRAJECTORIES)
 
 
 def refuse_if_none_graded(trajectories: list[Trajectory], stage: str) -> None:

@@ -16,20 +16,23 @@ from roll_core.config.algorithm import Distillation
 from roll_core.config.run import RunConfig
 from roll_core.errors import RollError
 from roll_core.roles.process import settle
-from roll_core.store.checkpoints import download_files, upload_files
+from roll_core.store.checkpoints import checkpoints_of, download_files, upload_files
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.rollouts import decode_trajectories
-from roll_core.store.runs import read_manifest
+from roll_core.store.runs import read_chain
 from roll_core.types.manifest import Collected, Metrics
 from roll_core.types.refs import CheckpointFile, CheckpointRef
 from roll_core.types.sample import Sample
 from roll_core.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
+    from roll_core.training.base import Snapshot
     from roll_core.training.learner import PreparedBatch
     from roll_core.weights.buckets import WeightsBucket
 
 Answer = TypeVar("Answer")
+BESIDE = "beside"
+"""Calls of this group run in a thread of their own, beside the others."""
 ANSWERS_KEPT = 16
 """A request is repeated, if at all, before the next iteration; this covers several."""
 
@@ -43,6 +46,7 @@ class TrainerRank:
         self._num_ranks = num_ranks
         self._prepared: dict[str, PreparedBatch] = {}
         self._answers: dict[str, Any] = {}
+        self._snapshot: Snapshot | None = None
 
     def meeting_point(self) -> str:
         """Where the ranks of this trainer can meet: this node, a free port."""
@@ -121,17 +125,17 @@ class TrainerRank:
             references.append(ray.put(bucket))
         return references, digest.hexdigest()
 
-    def checkpoint(self, iteration: int) -> list[CheckpointFile]:
-        """Save everything learning goes on from; the files this rank wrote, already in the store."""
+    def copy_state(self) -> None:
+        """Copy everything learning goes on from; the rank is free again once that is done."""
+        self._snapshot = self._learner.snapshot()
 
-        def save() -> list[CheckpointFile]:
-            folder = self._scratch / f"checkpoint-{iteration}"
-            files = upload_files(self._store, folder, self._learner.save(folder))
-            for file in files:
-                (folder / file.name).unlink()
-            return files
-
-        return self._once(f"checkpoint/{iteration}", save)
+    @ray.method(concurrency_group=BESIDE)
+    def store_copy(self, iteration: int) -> list[CheckpointFile]:
+        """Write the copy to disk and from there to the store, beside training; the files this rank wrote."""
+        snapshot, self._snapshot = self._snapshot, None
+        assert snapshot is not None, "nothing was copied"
+        folder = self._scratch / f"checkpoint-{iteration}"
+        return upload_files(self._store, folder, snapshot(folder))
 
     def _gathered_elsewhere(self) -> list["WeightsBucket"]:
         """Take part in gathering weights that another rank keeps."""
@@ -185,7 +189,7 @@ class TrainerRank:
 
 
 def checkpoint_of(store: ObjectStore, run_id: str, iteration: int) -> CheckpointRef:
-    manifest = read_manifest(store, run_id, iteration)
-    if manifest is None or manifest.checkpoint is None:
-        raise RollError(f"run {run_id} in {store.uri} has no checkpoint of iteration {iteration} to learn from")
-    return manifest.checkpoint
+    for checkpoint in checkpoints_of(store, read_chain(store, run_id)):
+        if checkpoint.iteration == iteration:
+            return checkpoint
+    raise RollError(f"run {run_id} in {store.uri} has no checkpoint of iteration {iteration} to learn from")

@@ -4,14 +4,12 @@ import json
 from functools import partial
 from typing import Any
 
-from pydantic import ValidationError
-
 from roll_core.config.load import validate_config
 from roll_core.config.run import RunConfig
 from roll_core.errors import ArtifactDamaged, IterationTaken, UserError
 from roll_core.store.medium import in_order
 from roll_core.store.object_store import AlreadyExists, ObjectStore
-from roll_core.store.sealed import create_sealed, read_sealed
+from roll_core.store.sealed import create_sealed, read_record, read_sealed
 from roll_core.types.manifest import NO_PARENT, Manifest
 from roll_core.types.refs import RunRef, digest_of, record_digest, record_json
 
@@ -77,16 +75,10 @@ def commit(store: ObjectStore, manifest: Manifest) -> None:
 
 def read_manifest(store: ObjectStore, run_id: str, iteration: int) -> Manifest | None:
     """The manifest of an iteration, or None while it has not happened; one that cannot be trusted is an error."""
-    name = _manifest_name(run_id, iteration)
     try:
-        return Manifest.model_validate_json(read_sealed(store, name))
+        return read_record(store, _manifest_name(run_id, iteration), Manifest)
     except FileNotFoundError:
         return None
-    except ValidationError as error:
-        raise ArtifactDamaged(
-            f"store: {name} in {store.uri} was written by a version of roll with other manifests "
-            f"({error.error_count()} fields differ): read it with that version"
-        ) from None
 
 
 def read_chain(store: ObjectStore, run_id: str) -> list[Manifest]:
@@ -125,11 +117,6 @@ def _inherited(store: ObjectStore, run_id: str) -> list[Manifest]:
         place = f"{origin['run_id']}@{origin['iteration']}"
         raise ArtifactDamaged(f"store: {run_id} was forked from {place}, which is no longer whole in {store.uri}")
     return inherited
-
-
-def checkpoint_iterations(store: ObjectStore, run_id: str) -> list[int]:
-    """Iterations of a run after which it can be continued by others."""
-    return [manifest.iteration for manifest in read_chain(store, run_id) if manifest.checkpoint is not None]
 
 
 def refuse_unless_learned(chain: list[Manifest], run_id: str, iteration: int) -> None:

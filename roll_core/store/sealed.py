@@ -11,10 +11,15 @@ content alone; that is still read, and protected only by the digests others keep
 """
 
 import json
+from typing import TypeVar
+
+from pydantic import ValidationError
 
 from roll_core.errors import ArtifactDamaged
 from roll_core.store.object_store import ObjectStore
-from roll_core.types.refs import digest_of
+from roll_core.types.refs import Record, digest_of
+
+AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 _BEFORE_CONTENT, _AFTER_CONTENT = b'\n"content":\n', b"\n}\n"
 
@@ -37,6 +42,17 @@ def read_sealed(store: ObjectStore, name: str) -> bytes:
             "restore it from a copy"
         )
     return content
+
+
+def read_record(store: ObjectStore, name: str, record: type[AnyRecord]) -> AnyRecord:
+    """A sealed record; FileNotFoundError if it is not there."""
+    try:
+        return record.model_validate_json(read_sealed(store, name))
+    except ValidationError as error:
+        raise ArtifactDamaged(
+            f"store: {name} in {store.uri} was written by a version of roll with other records "
+            f"({error.error_count()} fields differ): read it with that version"
+        ) from None
 
 
 def _is_content_alone(data: bytes) -> bool:

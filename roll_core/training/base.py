@@ -1,6 +1,6 @@
 """What training backends must do. One object per trainer rank; all ranks get the same calls in the same order."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -21,6 +21,11 @@ class Policy(StrEnum):
     REFERENCE = "reference"
 
 
+Snapshot = Callable[[Path], list[Path]]
+"""Writes what was copied into a folder all ranks share, together with the other ranks, from any thread; answers the files
+this rank wrote. Only the newest snapshot of an object can be written: the next one reuses its memory."""
+
+
 class Trained(Protocol):
     """What a policy and a critic have in common."""
 
@@ -35,8 +40,8 @@ class Trained(Protocol):
         """
         ...
 
-    def save(self, folder: Path) -> list[Path]:
-        """Write weights and optimizer state into a folder all ranks share; the files this rank wrote."""
+    def snapshot(self) -> Snapshot:
+        """A copy of weights and optimizer state in host memory, which training on does not change."""
         ...
 
     def load(self, folder: Path) -> None:

@@ -27,7 +27,7 @@ from roll_core.config.algorithm import Distillation
 from roll_core.config.policy_update import Signal
 from roll_core.config.run import RunConfig
 from roll_core.config.training import OptimizerConfig, Packing
-from roll_core.training.base import CriticBackend, Policy, TrainingBackend
+from roll_core.training.base import CriticBackend, Policy, Snapshot, TrainingBackend
 from roll_core.training.torch_backend import TorchBackend
 from roll_core.training.torch_critic import TorchCritic
 from roll_core.training.torch_trained import TorchSettings
@@ -138,15 +138,21 @@ class Learner:
             per_step.append(self._critic.apply_gradients())
         return _mean_over_steps(per_step)
 
-    def save(self, folder: Path) -> list[Path]:
-        """Everything that learning goes on from; the files this rank wrote."""
-        files = self._policy.save(folder)
-        if self._critic is not None:
-            files += self._critic.save(folder / CRITIC_FOLDER)
-        if self._rank == 0:
-            (folder / STATE_FILE).write_text(self._state.model_dump_json())
-            files.append(folder / STATE_FILE)
-        return files
+    def snapshot(self) -> Snapshot:
+        """A copy of everything that learning goes on from, to be written beside what follows."""
+        policy, state = self._policy.snapshot(), self._state
+        critic = self._critic.snapshot() if self._critic is not None else None
+
+        def write(folder: Path) -> list[Path]:
+            files = policy(folder)
+            if critic is not None:
+                files += critic(folder / CRITIC_FOLDER)
+            if self._rank == 0:
+                (folder / STATE_FILE).write_text(state.model_dump_json())
+                files.append(folder / STATE_FILE)
+            return files
+
+        return write
 
     def load(self, folder: Path) -> None:
         self._policy.load(folder)

@@ -80,15 +80,18 @@ class Evaluated(Receipt):
     trajectories: ArtifactRef
 
 
-class Checkpointed(Receipt):
-    checkpoint: CheckpointRef
+class Checkpointing(Receipt):
+    """A copy of all that learning goes on from was made; it is being stored beside what follows. `seconds` is how long the
+    trainer waited."""
+
+    iteration: int
 
 
 class Manifest(Record):
     """One committed iteration. Iteration 0 is the policy training starts from (after any warm start).
 
     Example: Manifest(run_id="quickstart-3", iteration=4, parent="ab12...", config_digest="1b4f...", leg=1,
-    weights_version=4, weights_digest="77d0...", next_problem=128, collected=Collected(...), evaluated=None, checkpoint=None,
+    weights_version=4, weights_digest="77d0...", next_problem=128, collected=Collected(...), evaluated=None,
     metrics={"reward/mean": 0.41}, timings={"collect": 0.3, "update": 0.2}, committed_at="2026-11-15T09:30:00+00:00")
     """
 
@@ -103,10 +106,16 @@ class Manifest(Record):
     next_problem: int
     collected: Collected | None
     evaluated: Evaluated | None
-    checkpoint: CheckpointRef | None
+    checkpoint: CheckpointRef | None = None
+    """In manifests of version 0.1.0; since then checkpoints have records of their own, and appear when they are whole."""
     metrics: Metrics
     timings: dict[str, float]
     committed_at: str
+
+    @property
+    def artifacts(self) -> list[ArtifactRef]:
+        """What must be in the store before this can be committed."""
+        return [stage.trajectories for stage in (self.collected, self.evaluated) if stage is not None]
 
 
 class Difference(Record):

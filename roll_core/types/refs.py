@@ -61,11 +61,13 @@ class CheckpointFile(Record):
 class CheckpointRef(Record):
     """Weights and optimizer state after an iteration, as the files of a torch.distributed.checkpoint folder.
 
-    Example: CheckpointRef(iteration=10, weights_version=10, files=(CheckpointFile(...), CheckpointFile(...)))
+    Example: CheckpointRef(iteration=10, weights_version=10, weights_digest="77d0...", files=(CheckpointFile(...), ...))
     """
 
     iteration: int
     weights_version: int
+    weights_digest: str = ""
+    """That of the iteration's manifest; "" in those of version 0.1.0, which manifests named themselves."""
     files: tuple[CheckpointFile, ...]
 
     @property

@@ -1,6 +1,7 @@
 """Whatever happens to a stored object: what was written is read, or an error names it. `benchmarks/damage.py` in small."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -31,22 +32,25 @@ def test_the_judge_knows_silence_when_it_sees_it(tmp_path):
     (run,) = stored.runs
     chain = stored.chains[run.run_id]
     lie = chain[1].model_copy(update={"next_problem": 999})
-    expected = damage.Stored(stored.runs, stored.configs, {run.run_id: [chain[0], lie, chain[2]]}, stored.names)
+    expected = replace(stored, chains={run.run_id: [chain[0], lie, chain[2]]})
     seen = damage.read_everything(store, expected, tmp_path)
     assert damage.judge(seen, {stored.names[0]}, Damage.FLIP, expected) is Outcome.SILENT
 
 
-def test_only_the_newest_manifest_can_go_without_notice(tmp_path):
+def test_only_the_newest_manifest_and_records_of_checkpoints_can_go_without_notice(tmp_path):
+    """The iteration is made again; an older checkpoint is resumed from."""
     store = ObjectStore(f"file://{tmp_path}/store")
-    stored = damage.write_runs(store, tmp_path, num_runs=1, num_iterations=2, large_file=1000)
+    stored = damage.write_runs(store, tmp_path, num_runs=1, num_iterations=4, large_file=1000)
     outcomes = {}
     for name in stored.names:
         data = store.read(name)
         store.delete(name)
         outcomes[name] = damage.judge(damage.read_everything(store, stored, tmp_path), {name}, Damage.DELETE, stored)
         store.create(name, data)
-    assert {name for name in outcomes if outcomes[name] is not Outcome.DETECTED} == stored.newest_manifests
-    assert {outcomes[name] for name in stored.newest_manifests} == {Outcome.REDONE}
+    records = {name for name in stored.names if "/checkpoints/" in name}
+    assert len(records) == 2
+    assert {name for name in outcomes if outcomes[name] is Outcome.REDONE} == stored.newest_manifests | records
+    assert set(outcomes.values()) == {Outcome.REDONE, Outcome.DETECTED}
 
 
 @pytest.mark.parametrize("kind", list(Damage))

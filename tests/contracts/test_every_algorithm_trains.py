@@ -116,7 +116,7 @@ def start(tmp_path_factory) -> Path:
 
     learner = InProcess(config).learner
     learner.imitate(demonstrations, WarmStartConfig().optimizer, 30)
-    learner.save(folder / "checkpoint")
+    learner.snapshot()(folder / "checkpoint")
     return folder / "checkpoint"
 
 

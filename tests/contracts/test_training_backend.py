@@ -159,7 +159,7 @@ def _save(rank: int, folder: Path) -> None:
     for micro_batch in micro_batches(layout, rank):
         backend.accumulate(micro_batch, loss_of(ALGORITHM))
     backend.apply_gradients()
-    backend.save(folder / "checkpoint")
+    backend.snapshot()(folder / "checkpoint")
     torch.save(dict(backend.weights()), folder / f"weights by rank {rank}")
 
 
@@ -207,7 +207,7 @@ def learn(rank: int, num_ranks: int, folder: Path) -> None:
     algorithm = {"kind": "ppo", "shaping": {"kl": {"estimator": "k3", "adaptive": {"target": 0.1}}, "normalize": {}}}
     config = tiny_config(folder, algorithm=algorithm, training={"optimizer": {"learning_rate": 1e-3}, "optimizer_steps": 2})
     learner = Learner(config, rank=rank, num_ranks=num_ranks, device=torch.device("cpu"))
-    learner.save(folder / f"start-{num_ranks}")
+    learner.snapshot()(folder / f"start-{num_ranks}")
     learner.load_frozen(Policy.REFERENCE, folder / f"start-{num_ranks}")
     for iteration in (1, 2):
         prepared = learner.prepare(
@@ -290,7 +290,7 @@ def test_a_loaded_backend_moves_exactly_like_the_one_that_was_saved(tmp_path):
 
     original = new_backend(REFERENCE)
     step(original)
-    original.save(tmp_path / "checkpoint")
+    original.snapshot()(tmp_path / "checkpoint")
     copy = new_backend(REFERENCE)
     copy.load(tmp_path / "checkpoint")
     step(original)

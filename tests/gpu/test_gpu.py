@@ -99,7 +99,7 @@ def test_every_algorithm_learns_on_the_gpu(kind, precision, tmp_path):
     config = tiny_config(tmp_path, algorithm=algorithm, training=training)
     learner = Learner(config, rank=0, num_ranks=1, device=GPU)
     learner.build_teachers()
-    learner.save(tmp_path / "start")
+    learner.snapshot()(tmp_path / "start")
     learner.load_frozen(Policy.REFERENCE, tmp_path / "start")
     before = {name: tensor.clone() for name, tensor in learner.weights()}
     attempts = range(GREEDY_ATTEMPT if config.algorithm.samples_greedily else 0, 4)
@@ -132,7 +132,7 @@ def test_bf16_updates_lower_the_loss_and_survive_a_checkpoint(tmp_path: Path):
         trained.accumulate(anchored, loss_of(Grpo()))
         losses.append(trained.apply_gradients()["update/loss"])
     assert losses[-1] < losses[0]
-    trained.save(tmp_path / "checkpoint")
+    trained.snapshot()(tmp_path / "checkpoint")
     loaded = backend(Precision.BFLOAT16)
     loaded.load(tmp_path / "checkpoint")
     expected = dict(trained.weights())

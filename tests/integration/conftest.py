@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from roll_core.store.checkpoints import checkpoints_of
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.runs import read_chain
 from roll_core.types.manifest import Manifest
+from roll_core.types.refs import CheckpointRef
 from tests.support import ROOT
 
 ROLL = str(Path(sys.executable).parent / "roll")
@@ -72,6 +74,9 @@ class Workspace:
 
     def chain(self, run_id: str = "tiny-1") -> list[Manifest]:
         return read_chain(ObjectStore(f"file://{self.folder}/roll-data/store"), run_id)
+
+    def checkpoints(self, run_id: str = "tiny-1") -> list[CheckpointRef]:
+        return checkpoints_of(ObjectStore(f"file://{self.folder}/roll-data/store"), self.chain(run_id))
 
     def wait_for_iteration(self, iteration: int, run_id: str = "tiny-1") -> None:
         manifest = self.folder / f"roll-data/store/runs/{run_id}/iterations/{iteration:08d}.json"

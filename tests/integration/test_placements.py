@@ -24,7 +24,7 @@ def test_two_sharded_ranks_and_two_engines_of_their_own_with_every_signal(worksp
     )  # the run began there; seen from the other side
     assert first["update/kl_to_sampler"] == pytest.approx(first["update/kl_to_anchor"], rel=1e-3)
     assert last["update/kl_to_reference"] > last["update/kl_to_anchor"]
-    assert len(chain[-1].checkpoint.files) == 4  # one of each rank, the metadata, and the state of credit
+    assert len(workspace.checkpoints()[-1].files) == 4  # one of each rank, the metadata, and the state of credit
 
 
 def test_training_goes_on_while_the_tracker_is_down(workspace):

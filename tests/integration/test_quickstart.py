@@ -46,7 +46,9 @@ def test_ppo_with_a_critic_learns_the_same_problem(tmp_path, prefect_home):
     assert all("update_critic" in m.timings for m in chain[1:])
     # while the policy stands still, so do the returns, and the critic comes to know them
     assert chain[3].metrics["critic/squared_error"] < chain[1].metrics["critic/squared_error"]
-    assert {"critic/.metadata", "credit-state.json"} <= {file.name for file in chain[-1].checkpoint.files}
+    assert {"critic/.metadata", "credit-state.json"} <= {
+        file.name for file in workspace.checkpoints("quickstart-ppo-1")[-1].files
+    }
 
 
 def test_the_terminal_tells_the_story(finished):
@@ -69,7 +71,7 @@ def test_every_iteration_is_a_manifest_that_names_its_parent_and_its_artifacts(f
     rollouts = chain[-1].collected.trajectories.digest
     table = pq.read_table(workspace.folder / f"roll-data/store/objects/{rollouts[:2]}/{rollouts[2:]}")
     assert table.num_rows == 512
-    assert [m.iteration for m in chain if m.checkpoint] == [0, 10, ITERATIONS]
+    assert [c.iteration for c in workspace.checkpoints("quickstart-1")] == [0, 10, ITERATIONS]
 
 
 def test_mlflow_holds_one_finished_run_with_its_curves_config_and_samples(finished):

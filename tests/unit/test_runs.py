@@ -29,7 +29,6 @@ def manifest(iteration: int, parent: str, accuracy: float | None = None) -> Mani
         next_problem=0,
         collected=None,
         evaluated=evaluated or None,
-        checkpoint=None,
         metrics={},
         timings={"wall": 1.0},
         committed_at="2026-01-01T00:00:00+00:00",

@@ -1,0 +1,104 @@
+"""The spool between a run and its store: bounded, whole, and never the only place that a commit relies on."""
+
+import threading
+
+import pytest
+
+from roll_core.errors import DeadlineExceeded, StoreUnavailable
+from roll_core.store.object_store import ObjectStore
+from roll_core.store.write_behind import WriteBehind
+from roll_core.types.refs import ArtifactKind, digest_of
+
+KIND = ArtifactKind.TRAJECTORIES
+
+
+class HeldStore(ObjectStore):
+    """A store whose uploads wait until they are let through, or fail."""
+
+    def __init__(self, uri: str):
+        super().__init__(uri)
+        self.gate = threading.Event()
+        self.failure: Exception | None = None
+
+    def put_file(self, path, kind):
+        assert self.gate.wait(30)
+        if self.failure:
+            raise self.failure
+        return super().put_file(path, kind)
+
+
+@pytest.fixture
+def store(tmp_path) -> HeldStore:
+    return HeldStore(f"file://{tmp_path}/store")
+
+
+@pytest.fixture
+def spool(store, tmp_path):
+    spool = WriteBehind(store, tmp_path / "spool", max_bytes=100)
+    yield spool
+    store.gate.set()
+
+
+def names(tmp_path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "spool").iterdir())
+
+
+def test_what_is_put_has_a_name_at_once_and_is_stored_when_waited_for(store, spool, tmp_path):
+    ref = spool.put(b"rollouts", KIND)
+    assert names(tmp_path) == [f"trajectories-{digest_of(b'rollouts')}"]
+    assert list(store.list("objects")) == []
+    store.gate.set()
+    spool.wait([ref], 30.0)
+    assert store.get(ref) == b"rollouts"
+    assert names(tmp_path) == []
+
+
+def test_a_wait_for_a_store_that_does_not_take_it_ends_with_its_name(spool):
+    ref = spool.put(b"rollouts", KIND)
+    with pytest.raises(DeadlineExceeded, match=f"deadlines.store: trajectories {ref.digest[:12]}"):
+        spool.wait([ref], 0.01)
+
+
+def test_a_full_spool_lets_nobody_put_more_until_there_is_room(store, spool):
+    spool.put(b"a" * 90, KIND)
+    waiting = threading.Thread(target=spool.put, args=(b"b" * 20, KIND))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive(), "it was let in though the spool is full"
+    store.gate.set()
+    waiting.join(30)
+    assert not waiting.is_alive()
+
+
+def test_one_that_is_larger_than_the_spool_goes_through_alone(store, spool):
+    store.gate.set()
+    ref = spool.put(b"c" * 1000, KIND)
+    spool.wait([ref], 30.0)
+    assert store.get(ref) == b"c" * 1000
+
+
+def test_the_same_bytes_twice_are_one(store, spool, tmp_path):
+    assert spool.put(b"same", KIND) == spool.put(b"same", KIND)
+    assert len(names(tmp_path)) == 1
+    store.gate.set()
+
+
+def test_a_failed_upload_is_told_to_whoever_waits_and_to_whoever_puts_next_and_stays_on_disk(store, spool, tmp_path):
+    store.failure = StoreUnavailable("store.uri: gone")
+    ref = spool.put(b"rollouts", KIND)
+    store.gate.set()
+    with pytest.raises(StoreUnavailable, match="gone"):
+        spool.wait([ref], 30.0)
+    with pytest.raises(StoreUnavailable, match="gone"):
+        spool.put(b"more", KIND)
+    assert names(tmp_path) == [f"trajectories-{ref.digest}"]
+
+
+def test_what_a_killed_process_left_is_stored_by_the_next_and_half_of_it_is_not(store, spool, tmp_path):
+    ref = spool.put(b"rollouts", KIND)
+    (tmp_path / f"spool/trajectories-{digest_of(b'torn')}").write_bytes(b"to")
+    (tmp_path / f"spool/trajectories-{digest_of(b'cut')}.partial").write_bytes(b"cut")
+    after = WriteBehind(ObjectStore(store.uri), tmp_path / "spool", max_bytes=100)
+    assert after.store_leftovers() == 1
+    assert store.get(ref) == b"rollouts"
+    assert names(tmp_path) == []
