@@ -11,7 +11,7 @@ from prefect import flow
 from prefect.context import hydrated_context
 
 from roll_core.config.run import RunConfig, flat_config
-from roll_core.errors import IterationTaken, RollError
+from roll_core.errors import ArtifactDamaged, IterationTaken, RollError
 from roll_core.store.fork import lineage
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.runs import read_chain, read_config
@@ -22,6 +22,7 @@ from tasks.checkpoint import checkpoint, store_checkpoint
 from tasks.collect import collect
 from tasks.commit import Iteration, commit
 from tasks.evaluate import evaluate
+from tasks.export import store_export
 from tasks.legs import leg_failed
 from tasks.prepare import prepare
 from tasks.publish import publish
@@ -38,6 +39,8 @@ def train_leg(run: RunRef, leg: int) -> LegEnded:
         while manifest.iteration < services.config.iterations:
             manifest = iterate(manifest, services)
         store_checkpoint(services)
+        if services.config.checkpoint.export_at_end:
+            store_export(manifest, services)
         services.tracker.end(RunStatus.FINISHED)
     return LegEnded(run_id=run.run_id, leg=leg, last_iteration=manifest.iteration, finished=True, fenced=False, cause="")
 
@@ -110,6 +113,10 @@ def run_train_leg(run: RunRef, leg: int, context: dict[str, Any], launcher_pid: 
     with hydrated_context(context):
         try:
             return train_leg.with_options(result_storage=stage_cache)(run, leg)
+        except ArtifactDamaged as error:
+            # A kept answer may name rollouts that were collected as garbage before they were committed: it is made again.
+            shutil.rmtree(stage_cache, ignore_errors=True)
+            return leg_failed(run, leg, str(error), fenced=False)
         except RollError as error:
             return leg_failed(run, leg, str(error), fenced=isinstance(error, IterationTaken))
 

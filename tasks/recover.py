@@ -7,6 +7,7 @@ twice.
 from typing import TYPE_CHECKING
 
 from roll_core.store.checkpoints import checkpoints_to_resume
+from roll_core.store.fork import refuse_without_origin
 from roll_core.store.object_store import ObjectStore
 from roll_core.types.manifest import Manifest, Metrics, Receipt
 from tasks.durability import state_changing
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 @state_changing("recover")
 def recover(chain: list[Manifest], services: Services) -> Receipt:
     """Bring trainer and engines to the policy of the last manifest of a whole chain."""
+    refuse_without_origin(services.store, chain, services.config.forked_from)
     num_replayed = bring_trainer_to(chain, services.store, services.fleet)
     services.fleet.publish(chain[-1].weights_version)
     return Receipt(metrics={"recover/replayed_iterations": num_replayed})

@@ -51,8 +51,8 @@ def open_services(run: RunRef, leg: int) -> Iterator[Services]:
 
 
 def _clear_scratch(folder: Path) -> None:
-    """What killed legs left of checkpoints they were storing or loading: as large as they were, and no use to anybody."""
-    for pattern in ("leg-*/checkpoint-*", "leg-*/restore-*"):
+    """What killed legs left of folders they were storing or loading: as large as they were, and no use to anybody."""
+    for pattern in ("leg-*/checkpoint-*", "leg-*/restore-*", "leg-*/export-*"):
         for left in folder.glob(pattern):
             shutil.rmtree(left)
 

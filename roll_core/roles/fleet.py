@@ -16,21 +16,26 @@ from ray.actor import ActorHandle
 
 from roll_core.config.placement import DeviceKind
 from roll_core.config.run import RunConfig
+from roll_core.errors import ArtifactDamaged, RollError
 from roll_core.roles.engine_role import EngineRole
 from roll_core.roles.placement import reserve_devices
 from roll_core.roles.reward_role import RewardRole
 from roll_core.roles.scheduler_role import RemoteEngine, RemoteGrader, SchedulerRole
 from roll_core.roles.trainer_rank import BESIDE, TrainerRank
 from roll_core.roles.waiting import wait_for
-from roll_core.store.checkpoints import record_checkpoint
+from roll_core.store.checkpoints import record_checkpoint, upload_files
+from roll_core.store.exports import record_export
 from roll_core.store.object_store import ObjectStore
-from roll_core.types.manifest import Collected, CollectRequest, Evaluated, Metrics, Published
-from roll_core.types.refs import ArtifactRef, CheckpointRef, RunRef
+from roll_core.store.retention import retire
+from roll_core.types.manifest import Collected, CollectRequest, Evaluated, Manifest, Metrics, Published
+from roll_core.types.refs import ArtifactKind, ArtifactRef, CheckpointRef, ExportRef, RunRef
 
 _SHARING_CORES = {"GOMP_SPINCOUNT": "300"}
 """OpenMP threads of several roles share cores: those that wait must not spin for milliseconds, as libgomp's do."""
 ASYNC_CALLS = 1000
 """Calls an asynchronous role may have under way; far above what a stage issues."""
+
+log = logging.getLogger(__name__)
 
 
 class Fleet:
@@ -161,6 +166,39 @@ class Fleet:
         if self._storing is not None and self._storing.done():
             self.store_checkpoint()
 
+    def retire_checkpoints(self) -> None:
+        """Let go what the run's policy does not keep. What goes wrong with that is no reason to stop learning: whatever is
+        left takes room and no harm, and the next checkpoint tries again."""
+        config = self._config
+        if config.checkpoint.keep_last is None:
+            return
+        try:
+            gone = retire(self._store, self._run.run_id, config.checkpoint, config.store.grace_minutes * 60)
+        except RollError as error:
+            log.warning("checkpoints of %s could not be retired: %s", self._run.run_id, error)
+            return
+        log.info("retired checkpoints of %s: %s", self._run.run_id, [checkpoint.iteration for checkpoint in gone])
+
+    def export(self, folder: Path, weights_digest: str) -> None:
+        """Write the policy the trainer holds, which is to be the one of that digest, as a Hugging Face folder."""
+        self._lend_devices_to_trainer()
+        calls = {name: rank.export.remote(folder) for name, rank in self._ranks.items()}
+        found = self._from_rank_0(wait_for(calls, "checkpoint", self._config.deadlines.checkpoint))
+        if weights_digest and found != weights_digest:
+            raise ArtifactDamaged(
+                f"the policy written to {folder} is {found[:12]}, but {weights_digest[:12]} was committed: do not use it"
+            )
+
+    def store_export(self, manifest: Manifest) -> ExportRef:
+        """Store the policy of the newest manifest as a Hugging Face folder."""
+        folder = self._leg_dir / f"export-{manifest.iteration}"
+        self.export(folder, manifest.weights_digest)
+        files = upload_files(self._store, folder, sorted(folder.iterdir()), ArtifactKind.EXPORT_FILE)
+        export = ExportRef(iteration=manifest.iteration, weights_digest=manifest.weights_digest, files=tuple(files))
+        record_export(self._store, manifest.run_id, export)
+        shutil.rmtree(folder)
+        return export
+
     def wait_until_stored(self, artifacts: list[ArtifactRef]) -> None:
         """Everything a manifest is going to name is in the store when this returns."""
         calls = {"rollout scheduler": self._scheduler.wait_until_stored.remote(artifacts)}
@@ -176,6 +214,7 @@ class Fleet:
         )
         record_checkpoint(self._store, self._run.run_id, checkpoint)
         shutil.rmtree(self._leg_dir / f"checkpoint-{iteration}")
+        self.retire_checkpoints()
         return checkpoint
 
     def _start_ray(self) -> None:
