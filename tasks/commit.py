@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from roll_core.errors import ArtifactDamaged
+from roll_core.provenance import code_version
 from roll_core.store.rollouts import decode_trajectories
 from roll_core.store.runs import commit as commit_manifest
 from roll_core.types.manifest import (
@@ -62,7 +63,11 @@ def commit(parent: Manifest | None, iteration: Iteration, services: Services) ->
         leg=services.leg,
         weights_version=iteration.updated.weights_version,
         weights_digest=iteration.published.weights_digest,
-        next_problem=collected.request.first_problem + collected.request.num_groups if collected else 0,
+        next_problem=iteration.prepared.draws.next if iteration.prepared else 0,
+        draws=iteration.prepared.draws if iteration.prepared else None,
+        controllers=iteration.updated.controllers,
+        code=code_version(),
+        nodes=services.fleet.nodes,
         collected=collected,
         evaluated=iteration.evaluated,
         metrics=_metrics(iteration, timings),

@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from roll_core.roles.trainer_rank import BESIDE, TrainerRank
 from roll_core.roles.waiting import wait_for
 from roll_core.store.checkpoints import record_checkpoint
 from roll_core.store.object_store import ObjectStore
-from roll_core.types.manifest import Collected, CollectRequest, Evaluated, Metrics, Published
+from roll_core.types.manifest import Collected, CollectRequest, Evaluated, Metrics, Prepared, Published, Updated
 from roll_core.types.refs import ArtifactRef, CheckpointRef, RunRef
 
 _SHARING_CORES = {"GOMP_SPINCOUNT": "300"}
@@ -86,6 +87,11 @@ class Fleet:
     def has_critic(self) -> bool:
         return self._config.algorithm.has_critic
 
+    @cached_property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of the machines this leg runs on."""
+        return tuple(sorted(node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]))
+
     def __exit__(self, *_: object) -> None:
         ray.shutdown()  # ends what is still being stored, too
         self._beside.shutdown()
@@ -108,8 +114,7 @@ class Fleet:
         collected, self._trajectories[request.request_id] = answer["rollout scheduler"]
         return collected
 
-    def prepare(self, collected: Collected) -> tuple[int, int, Metrics]:
-        """Samples, trained tokens and metrics of the prepared batch."""
+    def prepare(self, collected: Collected) -> Prepared:
         self._lend_devices_to_trainer()
         calls = {name: rank.prepare.remote(*self._batch(collected)) for name, rank in self._ranks.items()}
         return self._from_rank_0(wait_for(calls, "prepare", self._config.deadlines.prepare))
@@ -119,12 +124,12 @@ class Fleet:
         calls = {name: rank.update_critic.remote(*self._batch(collected)) for name, rank in self._ranks.items()}
         return self._from_rank_0(wait_for(calls, "update", self._config.deadlines.update))
 
-    def update(self, collected: Collected) -> Metrics:
+    def update(self, collected: Collected) -> Updated:
         self._lend_devices_to_trainer()
         calls = {name: rank.update.remote(*self._batch(collected)) for name, rank in self._ranks.items()}
-        metrics = self._from_rank_0(wait_for(calls, "update", self._config.deadlines.update))
+        updated = self._from_rank_0(wait_for(calls, "update", self._config.deadlines.update))
         self._trajectories.pop(collected.request.request_id, None)
-        return metrics
+        return updated
 
     def publish(self, version: int) -> Published:
         buckets, digest = self._bucket_weights()

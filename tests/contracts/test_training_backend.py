@@ -213,7 +213,7 @@ def learn(rank: int, num_ranks: int, folder: Path) -> None:
         prepared = learner.prepare(
             [trajectory(g, a, float(a % 3 == 0), completion=1 + a) for g in range(3) for a in range(4)]
         )
-        critic = learner.update_critic(prepared)
+        critic = learner.update_critic(prepared, iteration)
         metrics = prepared.metrics | critic | learner.update(prepared, iteration)
     weights = dict(learner.weights())
     if rank == 0:
