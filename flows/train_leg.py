@@ -27,6 +27,7 @@ from tasks.prepare import prepare
 from tasks.publish import publish
 from tasks.recover import recover
 from tasks.services import Services, open_services, run_dir
+from tasks.tracking import catch_up
 from tasks.update import update, update_critic, warm_start
 
 
@@ -60,6 +61,7 @@ def begin_or_recover(services: Services) -> Manifest:
     chain = read_chain(services.store, services.run.run_id)
     if not any(manifest.run_id == services.run.run_id for manifest in chain):
         introduce(services)
+    catch_up(chain, services)
     chain = chain or [begin(services)]
     recover(chain, services)
     return chain[-1]
