@@ -6,6 +6,7 @@ written last. A run is the chain of its manifests.
 
 from pydantic import Field
 
+from roll_core.errors import FailureClass
 from roll_core.types.refs import ArtifactRef, CheckpointRef, Record
 
 Metrics = dict[str, float]
@@ -133,6 +134,8 @@ NO_PARENT = ""
 class LegEnded(Record):
     """Why a leg ended, as the outer flow reads it. `fenced` means that another leg has the run: this one must not go on.
 
+    `failure` is null where nothing failed; `log` is what the leg's process wrote.
+
     Example: LegEnded(run_id="quickstart-3", leg=1, last_iteration=40, finished=True, fenced=False, cause="")
     """
 
@@ -142,3 +145,5 @@ class LegEnded(Record):
     finished: bool
     fenced: bool
     cause: str
+    failure: FailureClass | None = None
+    log: str = ""
