@@ -67,6 +67,7 @@ class Fleet:
             .remote(
                 config,
                 store_uri,
+                self._leg_dir.parent,
                 [RemoteEngine(name, actor) for name, actor in self._engines.items()],
                 [RemoteGrader(name, actor) for name, actor in self._rewards.items()],
             )
