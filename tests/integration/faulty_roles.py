@@ -1,7 +1,7 @@
 """`roll`, with roles that note what they generate and fail as told: python -m tests.integration.faulty_roles FAULT run ...
 
-FAULT is "none" or a class below, whose role it takes the place of. All else is real; faults are bound to an iteration or a leg,
-never to a time.
+FAULT is "none" or a class below, whose role it takes the place of. All else is real; faults are bound to an iteration or a
+leg, never to a time.
 """
 
 import os
