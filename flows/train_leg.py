@@ -5,13 +5,13 @@ import select
 import shutil
 import signal
 import threading
+import traceback
 from typing import Any
 
 from prefect import flow
 from prefect.context import hydrated_context
 
 from roll_core.config.run import RunConfig, flat_config
-from roll_core.errors import IterationTaken, RollError
 from roll_core.store.fork import lineage
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.runs import read_chain, read_config
@@ -105,15 +105,17 @@ def is_due(updated: Updated, every: int, config: RunConfig) -> bool:
 def run_train_leg(run: RunRef, leg: int, context: dict[str, Any], launcher_pid: int) -> LegEnded:
     """What a leg's process runs: the flow, as a child of the flow that launched it; failures become an answer."""
     die_with(launcher_pid)
-    stage_cache = run_dir(run, read_config(run)) / "stage-cache"
+    scratch = run_dir(run, read_config(run))
     if not any(manifest.run_id == run.run_id for manifest in read_chain(ObjectStore(run.store_uri), run.run_id)):
         # Scratch of a run of the same name in another store, or in one since deleted.
-        shutil.rmtree(stage_cache, ignore_errors=True)
+        for folder in ("stage-cache", "unfinished", "spool"):
+            shutil.rmtree(scratch / folder, ignore_errors=True)
     with hydrated_context(context):
         try:
-            return train_leg.with_options(result_storage=stage_cache)(run, leg)
-        except RollError as error:
-            return leg_failed(run, leg, str(error), fenced=isinstance(error, IterationTaken))
+            return train_leg.with_options(result_storage=scratch / "stage-cache")(run, leg)
+        except Exception as error:
+            traceback.print_exc()  # the answer is one line; the leg's log has the rest
+            return leg_failed(run, leg, error)
 
 
 def die_with(launcher_pid: int) -> None:

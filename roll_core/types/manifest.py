@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import Field
 
+from roll_core.errors import FailureClass
 from roll_core.types.refs import ArtifactRef, CheckpointRef, Record
 
 Metrics = dict[str, float]
@@ -202,6 +203,8 @@ NO_PARENT = ""
 class LegEnded(Record):
     """Why a leg ended, as the outer flow reads it. `fenced` means that another leg has the run: this one must not go on.
 
+    `failure` is null where nothing failed; `log` is what the leg's process wrote.
+
     Example: LegEnded(run_id="quickstart-3", leg=1, last_iteration=40, finished=True, fenced=False, cause="")
     """
 
@@ -211,3 +214,5 @@ class LegEnded(Record):
     finished: bool
     fenced: bool
     cause: str
+    failure: FailureClass | None = None
+    log: str = ""
