@@ -13,12 +13,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from in_process import ModelWork, replay_model_work
 from roll_runs import WARM_UP, TimedIteration, machine_load, only_at_the_end, run_quickstart, timed_iterations
 
 from flows.control_plane import prefect_api
+from roll_core.config.services import RetriesConfig
 from roll_core.types.manifest import Receipt
 
 TARGET_MS = 500.0
@@ -26,6 +28,9 @@ TARGET_MS = 500.0
 NO_OP_ITERATIONS = 25
 PURE_TASKS, STATE_CHANGING_TASKS = 2, 3
 """Tasks of an iteration that neither evaluates nor writes a checkpoint: collect, prepare; update, publish, commit."""
+
+NO_SERVICES = SimpleNamespace(config=SimpleNamespace(retries=RetriesConfig()))
+"""What a task that asks nobody needs of a leg's services."""
 
 Rows = dict[str, list[float]]
 """Milliseconds, one number an iteration (or a task), by what they are."""
@@ -84,16 +89,16 @@ def prefect_rows(folder: Path) -> Rows:
     }
 
 
-def no_op(number: int) -> Receipt:
+def no_op(number: int, services: SimpleNamespace) -> Receipt:  # noqa: ARG001
     return Receipt(metrics={"number": number})
 
 
-def call_times(task: Callable[[int], Receipt], count: int, round_number: int) -> list[float]:
+def call_times(task: Callable[[int, SimpleNamespace], Receipt], count: int, round_number: int) -> list[float]:
     """Milliseconds of each call; every call has an input of its own, so that none is answered from the cache."""
     milliseconds = []
     for number in range(count * round_number, count * (round_number + 1)):
         start = time.perf_counter()
-        task(number)
+        task(number, NO_SERVICES)
         milliseconds.append(1000 * (time.perf_counter() - start))
     return milliseconds
 

@@ -121,7 +121,7 @@ class _Loop:
         prepared = self.learner.prepare(trajectories)
         times.append(time.perf_counter())
         if self.config.algorithm.has_critic:
-            self.learner.update_critic(prepared)
+            self.learner.update_critic(prepared, manifest.iteration)
         self.learner.update(prepared, manifest.iteration)
         times.append(time.perf_counter())
         await self.publish(manifest.weights_version)

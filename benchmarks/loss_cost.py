@@ -80,7 +80,7 @@ def measure(config: RunConfig, repeats: int) -> tuple[float, float, float]:
     def update() -> None:
         learner.update(prepared, 10**9)
         if config.algorithm.has_critic:
-            learner.update_critic(prepared)
+            learner.update_critic(prepared, 10**9)
 
     credit = seconds(lambda: assign_credit(inputs, algorithm.credit, CreditState()), repeats)
     return credit, seconds(losses, repeats), seconds(update, repeats)

@@ -270,6 +270,7 @@ def show_command(options: argparse.Namespace) -> int:
 
     from flows.terminal import HEADER, iteration_row
     from roll_core.config.load import absolute_uri
+    from roll_core.data.ledger import totals
     from roll_core.store.fork import lineage
     from roll_core.store.object_store import ObjectStore
     from roll_core.store.runs import find_run, read_chain, read_config
@@ -287,6 +288,8 @@ def show_command(options: argparse.Namespace) -> int:
     config = read_config(run)
     for ancestor in lineage(store, config):
         console.print(f"forked   {ancestor.run_id}@{ancestor.iteration}: {', '.join(ancestor.changes)}", highlight=False)
+    if drawn := totals(chain):
+        console.print(f"problems {drawn}", highlight=False)
     _say_where_to_look(console, run, config, summary_of(run.run_id, chain))
     return 0
 

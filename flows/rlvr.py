@@ -1,9 +1,12 @@
 """The outer flow: reinforcement learning from verifiable rewards, from plan to last leg. Holds no accelerator."""
 
+from collections.abc import Sequence
+from itertools import count, takewhile
+
 from prefect import flow, get_run_logger
 
 from flows.train_leg import run_train_leg
-from roll_core.errors import LegFailed
+from roll_core.errors import FailureClass, LegFailed
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.runs import read_chain, read_config
 from roll_core.store.summary import RunSummary
@@ -35,36 +38,45 @@ def rlvr_fork(run_id: str, iteration: int, store: str, overrides: list[str] | No
 
 
 def carry_on(run: RunRef) -> RunSummary:
-    """Leg after leg until the run is done, or until legs keep failing without committing anything."""
+    """Leg after leg until the run is done, or until there is a reason to stop."""
     logger = get_run_logger()
     announce_run(run)
     legs = read_config(run).legs
-    number, committed, failures = next_leg(run), last_iteration(run), 0
-    while True:
+    endings: list[LegEnded] = []
+    for number in count(next_leg(run)):
         ended = run_leg(run, number, run_train_leg)
         if ended.finished:
-            return summarize(run)
+            break
         if ended.fenced:
             raise LegFailed(ended.cause)
-        failures = 1 if ended.last_iteration > committed else failures + 1
-        number, committed = number + 1, ended.last_iteration
+        endings.append(ended)
         logger.warning("leg %d ended at iteration %d: %s", ended.leg, ended.last_iteration, ended.cause)
-        if failures > legs.max_failures:
+        reason = reason_to_stop(endings, legs.max_failures)
+        if reason is not None:
             note_end(run, RunStatus.FAILED)
-            raise LegFailed(give_up(ended, failures))
+            raise LegFailed(reason)
+    return summarize(run)
 
 
-def give_up(ended: LegEnded, failures: int) -> str:
-    reached = f"at iteration {ended.last_iteration}" if ended.last_iteration >= 0 else "before its first commit"
-    return f"{ended.run_id} stopped {reached} after {failures} failed leg(s); the last one: {ended.cause}"
+def reason_to_stop(endings: Sequence[LegEnded], max_failures: int) -> str | None:
+    """Why no leg should follow these, all of which failed, the last one last; None if one should."""
+    last = endings[-1]
+    stuck = list(takewhile(lambda ended: ended.last_iteration == last.last_iteration, reversed(endings)))
+    reached = f"at iteration {last.last_iteration}" if last.last_iteration >= 0 else "before its first commit"
+    told = f"{last.cause} (log: {last.log})"
+    if len(stuck) > 1 and failed_alike(last, stuck[1]):
+        return f"{last.run_id} stopped {reached}: two legs in a row failed in the same way: {told}"
+    if len(stuck) > max_failures:
+        return f"{last.run_id} stopped {reached} after {len(stuck)} failed leg(s); the last one: {told}"
+    return None
+
+
+def failed_alike(one: LegEnded, other: LegEnded) -> bool:
+    """The same input failed twice, and not by chance."""
+    return one.failure is other.failure is FailureClass.DETERMINISTIC and one.cause == other.cause
 
 
 def next_leg(run: RunRef) -> int:
     """Legs are numbered over the whole life of a run."""
     chain = read_chain(ObjectStore(run.store_uri), run.run_id)
     return chain[-1].leg + 1 if chain else 1
-
-
-def last_iteration(run: RunRef) -> int:
-    chain = read_chain(ObjectStore(run.store_uri), run.run_id)
-    return chain[-1].iteration if chain else -1

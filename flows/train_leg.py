@@ -5,13 +5,14 @@ import select
 import shutil
 import signal
 import threading
+import traceback
 from typing import Any
 
 from prefect import flow
 from prefect.context import hydrated_context
 
 from roll_core.config.run import RunConfig, flat_config
-from roll_core.errors import ArtifactDamaged, IterationTaken, RollError
+from roll_core.errors import ArtifactDamaged
 from roll_core.store.fork import lineage
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.runs import read_chain, read_config
@@ -28,6 +29,7 @@ from tasks.prepare import prepare
 from tasks.publish import publish
 from tasks.recover import recover
 from tasks.services import Services, open_services, run_dir
+from tasks.tracking import catch_up
 from tasks.update import update, update_critic, warm_start
 
 
@@ -63,6 +65,7 @@ def begin_or_recover(services: Services) -> Manifest:
     chain = read_chain(services.store, services.run.run_id)
     if not any(manifest.run_id == services.run.run_id for manifest in chain):
         introduce(services)
+    catch_up(chain, services)
     chain = chain or [begin(services)]
     recover(chain, services)
     return chain[-1]
@@ -106,19 +109,20 @@ def is_due(updated: Updated, every: int, config: RunConfig) -> bool:
 def run_train_leg(run: RunRef, leg: int, context: dict[str, Any], launcher_pid: int) -> LegEnded:
     """What a leg's process runs: the flow, as a child of the flow that launched it; failures become an answer."""
     die_with(launcher_pid)
-    stage_cache = run_dir(run, read_config(run)) / "stage-cache"
+    scratch = run_dir(run, read_config(run))
     if not any(manifest.run_id == run.run_id for manifest in read_chain(ObjectStore(run.store_uri), run.run_id)):
         # Scratch of a run of the same name in another store, or in one since deleted.
-        shutil.rmtree(stage_cache, ignore_errors=True)
+        for folder in ("stage-cache", "unfinished", "spool"):
+            shutil.rmtree(scratch / folder, ignore_errors=True)
     with hydrated_context(context):
         try:
-            return train_leg.with_options(result_storage=stage_cache)(run, leg)
-        except ArtifactDamaged as error:
-            # A kept answer may name rollouts that were collected as garbage before they were committed: it is made again.
-            shutil.rmtree(stage_cache, ignore_errors=True)
-            return leg_failed(run, leg, str(error), fenced=False)
-        except RollError as error:
-            return leg_failed(run, leg, str(error), fenced=isinstance(error, IterationTaken))
+            return train_leg.with_options(result_storage=scratch / "stage-cache")(run, leg)
+        except Exception as error:
+            traceback.print_exc()  # the answer is one line; the leg's log has the rest
+            if isinstance(error, ArtifactDamaged):
+                # A kept answer may name rollouts that were collected as garbage before they were committed: make it again.
+                shutil.rmtree(scratch / "stage-cache", ignore_errors=True)
+            return leg_failed(run, leg, error)
 
 
 def die_with(launcher_pid: int) -> None:

@@ -1,13 +1,10 @@
 """commit: the manifest, written last. After this, and only after this, the iteration has happened."""
 
-import contextlib
-import json
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from roll_core.errors import ArtifactDamaged
-from roll_core.store.rollouts import decode_trajectories
+from roll_core.provenance import code_version
 from roll_core.store.runs import commit as commit_manifest
 from roll_core.types.manifest import (
     NO_PARENT,
@@ -23,6 +20,7 @@ from roll_core.types.manifest import (
 from roll_core.types.refs import record_digest
 from tasks.durability import state_changing
 from tasks.services import Services
+from tasks.tracking import track
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,11 @@ def commit(parent: Manifest | None, iteration: Iteration, services: Services) ->
         leg=services.leg,
         weights_version=iteration.updated.weights_version,
         weights_digest=iteration.published.weights_digest,
-        next_problem=collected.request.first_problem + collected.request.num_groups if collected else 0,
+        next_problem=iteration.prepared.draws.next if iteration.prepared else 0,
+        draws=iteration.prepared.draws if iteration.prepared else None,
+        controllers=iteration.updated.controllers,
+        code=code_version(),
+        nodes=services.fleet.nodes,
         collected=collected,
         evaluated=iteration.evaluated,
         metrics=_metrics(iteration, timings),
@@ -73,7 +75,7 @@ def commit(parent: Manifest | None, iteration: Iteration, services: Services) ->
     services.fleet.raise_if_not_stored()
     commit_manifest(services.store, manifest)
     services.last_commit_at = time.monotonic()
-    _track(manifest, services)
+    track(manifest, services)
     return manifest
 
 
@@ -86,31 +88,3 @@ def _metrics(iteration: Iteration, timings: dict[str, float]) -> Metrics:
         metrics["throughput/tokens_per_second"] = num_tokens / timings["wall"]
         metrics["throughput/rollout_tokens_per_second"] = num_tokens / timings["collect"]
     return metrics
-
-
-def _track(manifest: Manifest, services: Services) -> None:
-    tracker = services.tracker
-    timings = {f"seconds/{stage}": seconds for stage, seconds in manifest.timings.items()}
-    tracker.log_metrics(manifest.iteration, manifest.metrics | timings)
-    tracker.log_artifact(f"manifests/{manifest.iteration:08d}.json", manifest.model_dump_json(indent=1).encode())
-    if manifest.evaluated:
-        # The iteration has happened: a sample that cannot be read for the tracker must not undo that.
-        with contextlib.suppress(OSError, ArtifactDamaged):
-            sample = _readable_sample(manifest.evaluated, services)
-            tracker.log_artifact(f"trajectories/{manifest.iteration:08d}.jsonl", sample)
-
-
-def _readable_sample(evaluated: Evaluated, services: Services) -> bytes:
-    """The first evaluation trajectories, a JSON object a line: what was answered and how it was graded."""
-    trajectories = decode_trajectories(services.store.get(evaluated.trajectories))
-    rows = [
-        {
-            "problem": t.problem_id,
-            "answer": t.turns[-1].text,
-            "reward": t.score.value if t.score else None,
-            "correct": t.score.correct if t.score else None,
-            "ending": t.ending,
-        }
-        for t in trajectories[: services.config.tracking.trajectory_samples]
-    ]
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()

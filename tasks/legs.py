@@ -10,7 +10,7 @@ import submitit
 from prefect.context import serialize_context
 
 from infra.slurm.launcher import submit_leg
-from roll_core.errors import RollError
+from roll_core.errors import FailureClass, IterationTaken, RollError, classify, one_line
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.runs import read_chain, read_config
 from roll_core.tracking.spool import RunStatus
@@ -46,7 +46,7 @@ def run_leg(run: RunRef, leg: int, function: LegFunction) -> LegEnded:
         note_end(run, RunStatus.KILLED)
         raise
     watch.look()
-    return _read_ending(job, run, leg)
+    return _read_ending(job, run, leg).model_copy(update={"log": str(job.paths.stdout)})
 
 
 def note_end(run: RunRef, status: RunStatus) -> None:
@@ -76,12 +76,23 @@ def _read_ending(job: submitit.Job[Any], run: RunRef, leg: int) -> LegEnded:
     try:
         return job.result()
     except (submitit.core.utils.UncompletedJobError, submitit.core.utils.FailedJobError, RollError) as error:
-        cause = f"the leg's process died ({_last_line(error)}); its log is {job.paths.stdout}"
-        return leg_failed(run, leg, cause, fenced=False)
+        cause = f"the leg's process died ({_last_line(error)})"
+        return _ended_early(run, leg, cause, FailureClass.TRANSIENT, fenced=False)
 
 
-def leg_failed(run: RunRef, leg: int, cause: str, *, fenced: bool) -> LegEnded:
+def leg_failed(run: RunRef, leg: int, error: Exception) -> LegEnded:
     """The answer of a leg that ended early, with what it had committed."""
+    return _ended_early(run, leg, one_line(error), classify(error), fenced=isinstance(error, IterationTaken))
+
+
+def _ended_early(run: RunRef, leg: int, cause: str, failure: FailureClass, *, fenced: bool) -> LegEnded:
     chain = read_chain(ObjectStore(run.store_uri), run.run_id)
-    last_iteration = chain[-1].iteration if chain else -1
-    return LegEnded(run_id=run.run_id, leg=leg, last_iteration=last_iteration, finished=False, fenced=fenced, cause=cause)
+    return LegEnded(
+        run_id=run.run_id,
+        leg=leg,
+        last_iteration=chain[-1].iteration if chain else -1,
+        finished=False,
+        fenced=fenced,
+        cause=cause,
+        failure=failure,
+    )

@@ -7,5 +7,4 @@ from tasks.services import Services
 
 @pure("prepare {collected.request.iteration}")
 def prepare(collected: Collected, services: Services) -> Prepared:
-    num_samples, num_trained_tokens, metrics = services.fleet.prepare(collected)
-    return Prepared(collected=collected, num_samples=num_samples, num_trained_tokens=num_trained_tokens, metrics=metrics)
+    return services.fleet.prepare(collected)

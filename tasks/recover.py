@@ -4,8 +4,10 @@ The last checkpoint is loaded and the updates committed since are replayed from 
 twice.
 """
 
+import logging
 from typing import TYPE_CHECKING
 
+from roll_core.provenance import code_version
 from roll_core.store.checkpoints import checkpoints_to_resume
 from roll_core.store.fork import refuse_without_origin
 from roll_core.store.object_store import ObjectStore
@@ -16,14 +18,22 @@ from tasks.services import Services
 if TYPE_CHECKING:
     from roll_core.roles.fleet import Fleet
 
+log = logging.getLogger(__name__)
+
 
 @state_changing("recover")
 def recover(chain: list[Manifest], services: Services) -> Receipt:
     """Bring trainer and engines to the policy of the last manifest of a whole chain."""
     refuse_without_origin(services.store, chain, services.config.forked_from)
-    num_replayed = bring_trainer_to(chain, services.store, services.fleet)
-    services.fleet.publish(chain[-1].weights_version)
-    return Receipt(metrics={"recover/replayed_iterations": num_replayed})
+    num_replayed, last = bring_trainer_to(chain, services.store, services.fleet), chain[-1]
+    published = services.fleet.publish(last.weights_version)
+    is_exact = published.weights_digest == last.weights_digest
+    if not is_exact:
+        log.warning(
+            "%s goes on from weights %s, committed were %s: other hardware or code rounds differently (made by %s, now %s)",
+            *(last.run_id, published.weights_digest[:12], last.weights_digest[:12], last.code, code_version()),
+        )
+    return Receipt(metrics={"recover/replayed_iterations": num_replayed, "recover/exact": float(is_exact)})
 
 
 def bring_trainer_to(chain: list[Manifest], store: ObjectStore, fleet: "Fleet") -> int:
@@ -41,4 +51,4 @@ def learn_again(manifest: Manifest, fleet: "Fleet") -> Metrics:
     assert manifest.collected is not None, "iteration 0 collected nothing to learn from"
     fleet.prepare(manifest.collected)
     critic = fleet.update_critic(manifest.collected) if fleet.has_critic else {}
-    return critic | fleet.update(manifest.collected)
+    return critic | fleet.update(manifest.collected).metrics

@@ -7,9 +7,7 @@ from tasks.services import Services
 
 @state_changing("update {prepared.collected.request.iteration}")
 def update(prepared: Prepared, services: Services) -> Updated:
-    request = prepared.collected.request
-    metrics = services.fleet.update(prepared.collected)
-    return Updated(iteration=request.iteration, weights_version=request.weights_version + 1, metrics=metrics)
+    return services.fleet.update(prepared.collected)
 
 
 @state_changing("update_critic {prepared.collected.request.iteration}")

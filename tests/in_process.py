@@ -27,7 +27,7 @@ class InProcess:
     def iterate(self) -> Metrics:
         iteration = next(self._iterations)
         prepared = self.learner.prepare(asyncio.run(self._collect(iteration)))
-        critic = self.learner.update_critic(prepared) if self._config.algorithm.has_critic else {}
+        critic = self.learner.update_critic(prepared, iteration) if self._config.algorithm.has_critic else {}
         return prepared.metrics | critic | self.learner.update(prepared, iteration)
 
     async def _collect(self, iteration: int) -> list[Trajectory]:

@@ -18,6 +18,8 @@ class GradedBatch:
     """The trainable trajectories of an iteration, one sample each, in the order they came."""
 
     samples: tuple[Sample, ...]
+    groups: tuple[int, ...]
+    """The group of each."""
     credit: CreditInputs
     num_without_baseline: int
     """Trajectories left out because the greedy attempt at their problem failed."""
@@ -55,7 +57,12 @@ def build_batch(trajectories: Sequence[Trajectory]) -> GradedBatch:
         domains=domains,
         greedy_lengths_S=_floats(greedy[t.group][0].num_completion_tokens for t in chosen) if has_greedy else None,
     )
-    return GradedBatch(tuple(_as_sample(t) for t in chosen), credit, len(sampled) - len(graded))
+    return GradedBatch(
+        samples=tuple(_as_sample(t) for t in chosen),
+        groups=tuple(t.group for t in chosen),
+        credit=credit,
+        num_without_baseline=len(sampled) - len(graded),
+    )
 
 
 def _floats(numbers: Iterable[float]) -> Tensor:

@@ -15,6 +15,7 @@ from roll_core.config.services import (
     DeadlinesConfig,
     EvaluationConfig,
     LegsConfig,
+    RetriesConfig,
     StoreConfig,
     TrackingConfig,
 )
@@ -52,6 +53,7 @@ class RunConfig(Section):
     placement: PlacementConfig = PlacementConfig()
     legs: LegsConfig = LegsConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
+    retries: RetriesConfig = RetriesConfig()
     store: StoreConfig = StoreConfig()
     tracking: TrackingConfig = TrackingConfig()
     work_dir: str = "roll-data/work"

@@ -1,4 +1,4 @@
-"""What surrounds a run: store, tracking, legs, deadlines."""
+"""What surrounds a run: store, tracking, legs, deadlines, retries."""
 
 from enum import StrEnum
 
@@ -61,6 +61,20 @@ class DeadlinesConfig(Section):
     checkpoint: PositiveFloat = 1800.0
     store: PositiveFloat = 3600.0
     """Rollouts that a commit names, on their way to the store."""
+
+
+class RetriesConfig(Section):
+    """How failures that pass by themselves are repeated: a reward whose service is away, a stage that lost a connection.
+
+    The store has a limit of its own (store.retry_seconds). A role that died or is late ends the leg: the next is the retry.
+    """
+
+    repeats: NonNegativeInt = 6
+    """Further attempts after the first; with the pauses below they last about a minute."""
+    first_delay_seconds: PositiveFloat = 1.0
+    """Pause before the first repeat. Each next one is twice as long; all are cut at random by up to half, so that those who
+    failed together do not come back together."""
+    longest_delay_seconds: PositiveFloat = 30.0
 
 
 class EvaluationConfig(Section):

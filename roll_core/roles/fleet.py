@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ray.actor import ActorHandle
 
 from roll_core.config.placement import DeviceKind
 from roll_core.config.run import RunConfig
-from roll_core.errors import ArtifactDamaged, RollError
+from roll_core.errors import RollError
 from roll_core.roles.engine_role import EngineRole
 from roll_core.roles.placement import reserve_devices
 from roll_core.roles.reward_role import RewardRole
@@ -27,7 +28,7 @@ from roll_core.store.checkpoints import record_checkpoint, upload_files
 from roll_core.store.exports import record_export
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.retention import retire
-from roll_core.types.manifest import Collected, CollectRequest, Evaluated, Manifest, Metrics, Published
+from roll_core.types.manifest import Collected, CollectRequest, Evaluated, Manifest, Metrics, Prepared, Published, Updated
 from roll_core.types.refs import ArtifactKind, ArtifactRef, CheckpointRef, ExportRef, RunRef
 
 _SHARING_CORES = {"GOMP_SPINCOUNT": "300"}
@@ -91,6 +92,11 @@ class Fleet:
     def has_critic(self) -> bool:
         return self._config.algorithm.has_critic
 
+    @cached_property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of the machines this leg runs on."""
+        return tuple(sorted(node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]))
+
     def __exit__(self, *_: object) -> None:
         ray.shutdown()  # ends what is still being stored, too
         self._beside.shutdown()
@@ -113,8 +119,7 @@ class Fleet:
         collected, self._trajectories[request.request_id] = answer["rollout scheduler"]
         return collected
 
-    def prepare(self, collected: Collected) -> tuple[int, int, Metrics]:
-        """Samples, trained tokens and metrics of the prepared batch."""
+    def prepare(self, collected: Collected) -> Prepared:
         self._lend_devices_to_trainer()
         calls = {name: rank.prepare.remote(*self._batch(collected)) for name, rank in self._ranks.items()}
         return self._from_rank_0(wait_for(calls, "prepare", self._config.deadlines.prepare))
@@ -124,12 +129,12 @@ class Fleet:
         calls = {name: rank.update_critic.remote(*self._batch(collected)) for name, rank in self._ranks.items()}
         return self._from_rank_0(wait_for(calls, "update", self._config.deadlines.update))
 
-    def update(self, collected: Collected) -> Metrics:
+    def update(self, collected: Collected) -> Updated:
         self._lend_devices_to_trainer()
         calls = {name: rank.update.remote(*self._batch(collected)) for name, rank in self._ranks.items()}
-        metrics = self._from_rank_0(wait_for(calls, "update", self._config.deadlines.update))
+        updated = self._from_rank_0(wait_for(calls, "update", self._config.deadlines.update))
         self._trajectories.pop(collected.request.request_id, None)
-        return metrics
+        return updated
 
     def publish(self, version: int) -> Published:
         buckets, digest = self._bucket_weights()
@@ -179,22 +184,21 @@ class Fleet:
             return
         log.info("retired checkpoints of %s: %s", self._run.run_id, [checkpoint.iteration for checkpoint in gone])
 
-    def export(self, folder: Path, weights_digest: str) -> None:
-        """Write the policy the trainer holds, which is to be the one of that digest, as a Hugging Face folder."""
+    def export(self, folder: Path) -> str:
+        """Write the policy the trainer holds as a Hugging Face folder; the digest of the weights in it."""
         self._lend_devices_to_trainer()
         calls = {name: rank.export.remote(folder) for name, rank in self._ranks.items()}
-        found = self._from_rank_0(wait_for(calls, "checkpoint", self._config.deadlines.checkpoint))
-        if weights_digest and found != weights_digest:
-            raise ArtifactDamaged(
-                f"the policy written to {folder} is {found[:12]}, but {weights_digest[:12]} was committed: do not use it"
-            )
+        return self._from_rank_0(wait_for(calls, "checkpoint", self._config.deadlines.checkpoint))
 
-    def store_export(self, manifest: Manifest) -> ExportRef:
-        """Store the policy of the newest manifest as a Hugging Face folder."""
-        folder = self._leg_dir / f"export-{manifest.iteration}"
-        self.export(folder, manifest.weights_digest)
+    def store_export(self, manifest: Manifest) -> ExportRef | None:
+        """Store the policy of the newest manifest as a Hugging Face folder; nothing, if a recovery led to another policy."""
+        folder, committed = self._leg_dir / f"export-{manifest.iteration}", manifest.weights_digest
+        digest = self.export(folder)
+        if committed and digest != committed:
+            log.warning("%s is not exported: weights %s were recovered, %s committed", manifest.run_id, digest, committed)
+            return None
         files = upload_files(self._store, folder, sorted(folder.iterdir()), ArtifactKind.EXPORT_FILE)
-        export = ExportRef(iteration=manifest.iteration, weights_digest=manifest.weights_digest, files=tuple(files))
+        export = ExportRef(iteration=manifest.iteration, weights_digest=committed, files=tuple(files))
         record_export(self._store, manifest.run_id, export)
         shutil.rmtree(folder)
         return export

@@ -10,12 +10,13 @@ from ray.actor import ActorHandle
 
 from roll_core.config.run import RunConfig
 from roll_core.data.problem_source import build_source
-from roll_core.errors import RoleDied, RollError
+from roll_core.errors import RewardUnavailable, RoleDied, RollError
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.roles.process import settle
 from roll_core.rollout import metrics
 from roll_core.rollout.renderer import build_renderer
-from roll_core.rollout.scheduler import RolloutScheduler
+from roll_core.rollout.scheduler import Finished, RolloutScheduler
+from roll_core.rollout.unfinished import Unfinished
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.rollouts import encode_trajectories
 from roll_core.store.write_behind import WriteBehind
@@ -42,7 +43,7 @@ class RemoteGrader:
     name: str
     actor: ActorHandle
 
-    async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure]:
+    async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure | RewardUnavailable]:
         try:
             return await self.actor.grade.remote(items)
         except ray.exceptions.RayActorError:
@@ -54,6 +55,7 @@ class SchedulerRole:
         self, config: RunConfig, store_uri: str, scratch: Path, engines: list[RemoteEngine], graders: list[RemoteGrader]
     ):
         self._config = config
+        self._unfinished = Unfinished(scratch / "unfinished")
         store = ObjectStore(store_uri, config.store.retry_seconds)
         self._spool = WriteBehind(store, scratch / "spool", config.store.spool_megabytes * 10**6)
         self._scheduler = RolloutScheduler(
@@ -72,8 +74,21 @@ class SchedulerRole:
         settle()
 
     async def collect(self, request: CollectRequest) -> tuple[Collected, list[ray.ObjectRef]]:
-        """The receipt, and the trajectories as a reference (in a list, so that Ray does not fetch them for the caller)."""
-        trajectories = await self._scheduler.collect(request, self._config.deadlines.collect)
+        """The receipt, and the trajectories as a reference (in a list, so that Ray does not fetch them for the caller).
+
+        What a collect that failed had generated is taken up by the next one of the same request, in this leg or another.
+        """
+        try:
+            with self._unfinished.kept(request.request_id) as finished:
+                return await self._collect(request, finished)
+        except RewardUnavailable as error:
+            raise RewardUnavailable(
+                f"collect {request.iteration}: {error}: the {len(finished)} trajectories generated so far are kept, "
+                "and graded once it is back"
+            ) from None
+
+    async def _collect(self, request: CollectRequest, finished: Finished) -> tuple[Collected, list[ray.ObjectRef]]:
+        trajectories = await self._scheduler.collect(request, self._config.deadlines.collect, finished)
         refuse_if_none_graded(trajectories, f"collect {request.iteration}")
         collected = Collected(
             request=request,

@@ -14,13 +14,14 @@ import ray
 
 from roll_core.config.algorithm import Distillation
 from roll_core.config.run import RunConfig
+from roll_core.data.ledger import draws_of
 from roll_core.errors import RollError
 from roll_core.roles.process import settle
 from roll_core.store.checkpoints import checkpoints_of, download_files, upload_files
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.rollouts import decode_trajectories
 from roll_core.store.runs import read_chain
-from roll_core.types.manifest import Collected, Metrics
+from roll_core.types.manifest import Collected, Metrics, Prepared, Updated
 from roll_core.types.refs import CheckpointFile, CheckpointRef
 from roll_core.types.sample import Sample
 from roll_core.types.trajectory import Trajectory
@@ -89,24 +90,35 @@ class TrainerRank:
             self._with_folder(first_checkpoint, partial(self._learner.load_frozen, Policy.REFERENCE))
         self._with_folder(checkpoint, self._learner.load)
 
-    def prepare(self, collected: Collected, trajectories: list[Trajectory] | None) -> tuple[int, int, Metrics]:
-        """Declared signals, advantages, packing. Keeps this rank's share; answers samples, tokens and metrics of all.
+    def prepare(self, collected: Collected, trajectories: list[Trajectory] | None) -> Prepared:
+        """Declared signals, advantages, packing. Keeps this rank's share; answers for all of them.
 
         `trajectories` is None when they are only in the store (a receipt that outlived its roles).
         """
         trajectories = trajectories or decode_trajectories(self._store.get(collected.trajectories))
         prepared = self._learner.prepare(trajectories)
         self._prepared = {collected.request.request_id: prepared}
-        return prepared.num_samples, prepared.num_trained_tokens, prepared.metrics
+        return Prepared(
+            collected=collected,
+            draws=draws_of(collected.request, trajectories, prepared.trained_groups),
+            num_samples=prepared.num_samples,
+            num_trained_tokens=prepared.num_trained_tokens,
+            metrics=prepared.metrics,
+        )
 
-    def update(self, collected: Collected, trajectories: list[Trajectory] | None) -> Metrics:
+    def update(self, collected: Collected, trajectories: list[Trajectory] | None) -> Updated:
         """All optimizer steps of the policy over the prepared batch (prepared here if this rank is new)."""
         request = collected.request
 
-        def steps() -> Metrics:
+        def steps() -> Updated:
             metrics = self._learner.update(self._prepared_batch(collected, trajectories), request.iteration)
             del self._prepared[request.request_id]
-            return metrics
+            return Updated(
+                iteration=request.iteration,
+                weights_version=request.weights_version + 1,
+                controllers=self._learner.controllers,
+                metrics=metrics,
+            )
 
         return self._once(f"update/{request.request_id}", steps)
 
@@ -114,7 +126,7 @@ class TrainerRank:
         """All optimizer steps of the critic over the prepared batch, before the policy's."""
 
         def steps() -> Metrics:
-            return self._learner.update_critic(self._prepared_batch(collected, trajectories))
+            return self._learner.update_critic(self._prepared_batch(collected, trajectories), collected.request.iteration)
 
         return self._once(f"update_critic/{collected.request.request_id}", steps)
 

@@ -8,6 +8,9 @@ import ray
 
 from roll_core.errors import DeadlineExceeded, RoleDied, RollError
 
+GONE = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError)
+"""What Ray raises when a process it needs, or one that held an answer, is no more."""
+
 
 def wait_for(pending: Mapping[str, ray.ObjectRef], stage: str, deadline_s: float) -> dict[str, Any]:
     """Answers by name. The first failure ends the wait: the others may be stuck in a collective with the dead one."""
@@ -32,6 +35,8 @@ def _answer(ref: ray.ObjectRef, name: str, stage: str) -> Any:
         # First, because what a method raises is also an instance of its cause's class.
         if isinstance(error.cause, RollError):
             raise error.cause from None
+        if isinstance(error.cause, GONE):
+            raise RoleDied(f"{name} lost the role it was working with during {stage}") from None
         raise
-    except ray.exceptions.RayActorError:
+    except GONE:
         raise RoleDied(f"{name} died during {stage}") from None

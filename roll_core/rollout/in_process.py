@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from roll_core.config.run import RunConfig
 from roll_core.data.problem_source import build_source
+from roll_core.errors import RewardUnavailable
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.rollout.renderer import build_renderer
 from roll_core.rollout.scheduler import RolloutScheduler
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Grades(Protocol):
-    async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure]: ...
+    async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure | RewardUnavailable]: ...
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class LocalGrader:
     name: str
     grader: Grades
 
-    async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure]:
+    async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure | RewardUnavailable]:
         return await self.grader.grade(items)
 
 

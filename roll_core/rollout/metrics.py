@@ -11,7 +11,8 @@ def describe(trajectories: Sequence[Trajectory], weights_version: int) -> Metric
     are not part of them."""
     trajectories = [t for t in trajectories if t.attempt != GREEDY_ATTEMPT]
     graded = [(t, t.score) for t in trajectories if t.score is not None]
-    metrics = {"rollout/failed": float(len(trajectories) - len(graded))}
+    quarantined = {t.group for t in trajectories} - {t.group for t, _ in graded}
+    metrics = {"rollout/failed": float(len(trajectories) - len(graded)), "problem/quarantined": float(len(quarantined))}
     if not graded:
         return metrics
     rewards = [score.value for _, score in graded]

@@ -1,6 +1,7 @@
 """Turns a request for groups into graded trajectories: every attempt generated, graded the moment it ends, put in its group.
 
-Knows engines and graders only as the two protocols below; the roles on Ray and the tests' in-process ones both fit.
+Knows engines and graders only as the two protocols below; the roles on Ray and the tests' in-process ones both fit. Knows no
+files either: what is finished is put where the caller can see it, so that a failure costs nothing that was generated.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ from typing import Protocol
 
 from roll_core.config.rollout import RolloutConfig
 from roll_core.data.problem_source import ProblemSource
-from roll_core.errors import DeadlineExceeded
+from roll_core.errors import DeadlineExceeded, RewardUnavailable
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.rollout.renderer import Renderer
 from roll_core.seeds import derive_seed
@@ -19,6 +20,9 @@ from roll_core.types.trajectory import GREEDY_ATTEMPT, Ending, Failure, Problem,
 
 GRADED_AT_ONCE = 256
 """Most trajectories sent to a grader in one call; those that end together are shared out over all graders first."""
+
+Finished = dict[tuple[int, int], Trajectory]
+"""Trajectories generated to their end by group and attempt, graded or not."""
 
 
 class EngineClient(Protocol):
@@ -34,8 +38,8 @@ class GraderClient(Protocol):
     @property
     def name(self) -> str: ...
 
-    async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure]:
-        """One answer per item, in order."""
+    async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure | RewardUnavailable]:
+        """One answer per item, in order. What stays unavailable is answered, not raised: its siblings keep their grades."""
         ...
 
 
@@ -47,6 +51,20 @@ class Attempt:
     group: int
     number: int
     request: GenerationRequest
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.group, self.number
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a stage has under way."""
+
+    finished: Finished
+    unfinished: dict[str, int]
+    """Attempts still to be generated, by the engine that has them."""
+    grading: list[asyncio.Task[None]]
 
 
 class RolloutScheduler:
@@ -70,8 +88,14 @@ class RolloutScheduler:
         self._greedy_baseline = greedy_baseline
         self._next_grader = 0
 
-    async def collect(self, request: CollectRequest, deadline_s: float) -> list[Trajectory]:
-        """The groups a request names, in order, every attempt graded or carrying its failure."""
+    async def collect(
+        self, request: CollectRequest, deadline_s: float, finished: Finished | None = None
+    ) -> list[Trajectory]:
+        """The groups a request names, in order, every attempt graded or carrying its failure.
+
+        `finished` holds what an earlier collect of the same request had; only what is missing there is generated, and graded
+        what has no grade. It is filled on the way, for whoever has to keep it when this fails.
+        """
         attempts: list[Attempt] = []
         for group in range(request.num_groups):
             index = request.first_problem + group
@@ -79,14 +103,14 @@ class RolloutScheduler:
             attempts += self._attempts(problem, group, numbers, self._config.temperature, index)
             if self._greedy_baseline:
                 attempts += self._attempts(problem, group, [GREEDY_ATTEMPT], 0.0, index)
-        return await self._run(attempts, deadline_s, "collect")
+        return await self._run(attempts, {} if finished is None else finished, deadline_s, "collect")
 
     async def evaluate(self, num_problems: int, deadline_s: float) -> list[Trajectory]:
         """One greedy attempt at each held-out problem."""
         attempts: list[Attempt] = []
         for group, problem in enumerate(self._source.held_out(num_problems)):
             attempts += self._attempts(problem, group, [0], 0.0, group)
-        return await self._run(attempts, deadline_s, "evaluate")
+        return await self._run(attempts, {}, deadline_s, "evaluate")
 
     def _attempts(
         self, problem: Problem, group: int, numbers: Sequence[int], temperature: float, index: int
@@ -106,20 +130,29 @@ class RolloutScheduler:
         )
         return [Attempt(problem, group, number, request) for number, request in zip(numbers, requests, strict=True)]
 
-    async def _run(self, attempts: list[Attempt], deadline_s: float, stage: str) -> list[Trajectory]:
-        shares = self._share_out(attempts)
+    async def _run(self, attempts: list[Attempt], finished: Finished, deadline_s: float, stage: str) -> list[Trajectory]:
+        """Every attempt to its end, and only then the first failure: what other engines are at is not lost to a sick one."""
+        shares = self._share_out([attempt for attempt in attempts if attempt.place not in finished])
         unfinished = {engine.name: len(share) for engine, share in zip(self._engines, shares, strict=True)}
+        known = [(attempt.problem, finished[attempt.place]) for attempt in attempts if attempt.place in finished]
+        work = _Work(finished, unfinished, self._start_grading(known, finished))
         try:
             async with asyncio.timeout(deadline_s):
-                finished = await asyncio.gather(
-                    *(self._run_on(engine, share, unfinished) for engine, share in zip(self._engines, shares, strict=True))
-                )
+                generating = (self._generate(*pair, work) for pair in zip(self._engines, shares, strict=True))
+                ended = await asyncio.gather(*generating, return_exceptions=True)
+                ended += await asyncio.gather(*work.grading, return_exceptions=True)
         except TimeoutError:
             late = ", ".join(f"{name} ({left} of {len(attempts)} attempts)" for name, left in unfinished.items() if left)
             raise DeadlineExceeded(
                 f"deadlines.{stage}: after {deadline_s:.0f} s still waiting for {late or 'the reward workers'}"
             ) from None
-        return sorted((t for share in finished for t in share), key=lambda t: (t.group, t.attempt))
+        finally:
+            for task in work.grading:
+                task.cancel()
+        for failure in ended:
+            if failure is not None:
+                raise failure
+        return [finished[place] for place in sorted(attempt.place for attempt in attempts)]
 
     def _share_out(self, attempts: list[Attempt]) -> list[list[Attempt]]:
         """Whole groups to each engine in turn, so that a group's prompt is computed once."""
@@ -128,18 +161,15 @@ class RolloutScheduler:
             shares[attempt.group % len(shares)].append(attempt)
         return shares
 
-    async def _run_on(self, engine: EngineClient, share: list[Attempt], unfinished: dict[str, int]) -> list[Trajectory]:
+    async def _generate(self, engine: EngineClient, share: list[Attempt], work: _Work) -> None:
         if not share:
-            return []
+            return
         attempt_of = {attempt.request.request_id: attempt for attempt in share}
-        grading: list[asyncio.Task[list[Trajectory]]] = []
         async for completions in engine.generate([attempt.request for attempt in share]):
             ended = [self._as_trajectory(attempt_of[c.request_id], c) for c in completions]
-            unfinished[engine.name] -= len(ended)
-            size = min(GRADED_AT_ONCE, -(-len(ended) // len(self._graders)))
-            for start in range(0, len(ended), size):
-                grading.append(asyncio.create_task(self._grade(ended[start : start + size])))
-        return [trajectory for graded in await asyncio.gather(*grading) for trajectory in graded]
+            work.unfinished[engine.name] -= len(ended)
+            work.finished.update({(t.group, t.attempt): t for _, t in ended})
+            work.grading.extend(self._start_grading(ended, work.finished))
 
     def _as_trajectory(self, attempt: Attempt, completion: Completion) -> tuple[Problem, Trajectory]:
         turn = Turn(
@@ -162,13 +192,23 @@ class RolloutScheduler:
             failure=aborted,
         )
 
-    async def _grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Trajectory]:
-        whole = [item for item in items if item[1].failure is None]
-        broken = [trajectory for _, trajectory in items if trajectory.failure is not None]
+    def _start_grading(self, items: list[tuple[Problem, Trajectory]], finished: Finished) -> list[asyncio.Task[None]]:
+        """Those that have neither grade nor failure, shared out over the graders."""
+        items = [item for item in items if item[1].score is None and item[1].failure is None]
+        size = max(1, min(GRADED_AT_ONCE, -(-len(items) // len(self._graders))))
+        parts = (items[start : start + size] for start in range(0, len(items), size))
+        return [asyncio.create_task(self._grade(part, finished)) for part in parts]
+
+    async def _grade(self, items: list[tuple[Problem, Trajectory]], finished: Finished) -> None:
         grader = self._graders[self._next_grader % len(self._graders)]
         self._next_grader += 1
-        answers = await grader.grade(whole)
-        return broken + [_graded(trajectory, answer) for (_, trajectory), answer in zip(whole, answers, strict=True)]
+        answers = await grader.grade(items)
+        for (_, trajectory), answer in zip(items, answers, strict=True):
+            if not isinstance(answer, RewardUnavailable):
+                finished[trajectory.group, trajectory.attempt] = _graded(trajectory, answer)
+        for answer in answers:
+            if isinstance(answer, RewardUnavailable):
+                raise answer
 
 
 def _graded(trajectory: Trajectory, answer: Score | Failure) -> Trajectory:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 from roll_core.config.services import TrackingConfig
@@ -51,6 +52,8 @@ class Tracker:
             store_uri=run.store_uri,
         )
         self._spool = Spool(spool_dir)
+        self.is_fresh = not self._spool.events_file.exists()
+        """Nothing was ever logged from here: what the run logged elsewhere may have been lost with that place."""
         self._writer = SpoolWriter(self._spool)
         self._uploader: subprocess.Popen[bytes] | None = None
         self._num_dropped = 0
@@ -64,9 +67,11 @@ class Tracker:
         except OSError as error:
             _LOGGER.warning("tracking has no uploader, so events stay in %s: %s", self._spool.folder, error)
 
-    def log_metrics(self, iteration: int, metrics: Metrics) -> None:
+    def log_metrics(self, iteration: int, metrics: Metrics, at: datetime) -> None:
+        """Logged again with the same time, they are the same points."""
         with self._spooling():
-            self._writer.append(MetricsLogged(iteration=iteration, metrics=metrics, timestamp_ms=_now_ms()))
+            timestamp_ms = int(at.timestamp() * 1000)
+            self._writer.append(MetricsLogged(iteration=iteration, metrics=metrics, timestamp_ms=timestamp_ms))
 
     def log_artifact(self, name: str, data: bytes) -> None:
         """Keep `data` as an artifact; `name` may hold folders, as in "manifests/00000004.json"."""

@@ -27,6 +27,7 @@ from roll_core.config.algorithm import Distillation
 from roll_core.config.policy_update import Signal
 from roll_core.config.run import RunConfig
 from roll_core.config.training import OptimizerConfig, Packing
+from roll_core.seeds import derive_seed
 from roll_core.training.base import CriticBackend, Policy, Snapshot, TrainingBackend
 from roll_core.training.torch_backend import TorchBackend
 from roll_core.training.torch_critic import TorchCritic
@@ -44,6 +45,7 @@ class PreparedBatch:
 
     steps: tuple[tuple[MicroBatch, ...], ...]
     next_state: CreditState
+    trained_groups: set[int]
     num_samples: int
     num_trained_tokens: int
     metrics: Metrics
@@ -96,7 +98,7 @@ class Learner:
         """Declared signals, advantages, packing: everything that can be known before the policy moves."""
         batch = build_batch(trajectories)
         if not batch.samples:
-            return PreparedBatch((), self._state, num_samples=0, num_trained_tokens=0, metrics=_left_out(batch))
+            return PreparedBatch((), self._state, set(), num_samples=0, num_trained_tokens=0, metrics=_left_out(batch))
         inputs = self._with_signals(batch)
         credit, next_state = assign_credit(inputs, self._algorithm.credit, self._state)
         tokens = _token_data(inputs, credit)
@@ -108,6 +110,7 @@ class Learner:
                 for step in _split_evenly(kept, self._config.training.optimizer_steps)
             ),
             next_state=next_state,
+            trained_groups={batch.groups[number] for number in kept},
             num_samples=len(kept),
             num_trained_tokens=_trained_tokens([batch.samples[number] for number in kept]),
             metrics=credit.metrics | _left_out(batch),
@@ -115,6 +118,7 @@ class Learner:
 
     def update(self, prepared: PreparedBatch, iteration: int) -> Metrics:
         """All optimizer steps of the policy; none while the critic warms up."""
+        self._seed_chance("update", iteration)
         self._state = prepared.next_state
         if iteration <= self._config.algorithm.warmup_iterations:
             return {"update/held_back": 1.0}
@@ -127,8 +131,9 @@ class Learner:
             per_step.append(with_effective_sample_size(self._policy.apply_gradients()))
         return _mean_over_steps(per_step)
 
-    def update_critic(self, prepared: PreparedBatch) -> Metrics:
+    def update_critic(self, prepared: PreparedBatch, iteration: int) -> Metrics:
         """All optimizer steps of the critic, towards the returns of the prepared batch."""
+        self._seed_chance("update_critic", iteration)
         assert self._critic is not None, "this algorithm has no critic"
         assert self._algorithm.value_loss is not None
         per_step: list[Metrics] = []
@@ -161,6 +166,15 @@ class Learner:
         # Checkpoints written before credit had a state have none.
         state = folder / STATE_FILE
         self._state = CreditState.model_validate_json(state.read_bytes()) if state.exists() else CreditState()
+
+    @property
+    def controllers(self) -> dict[str, Any]:
+        """What credit remembers, as far as it remembers anything."""
+        return self._state.model_dump(mode="json", exclude_defaults=True)
+
+    def _seed_chance(self, stage: str, iteration: int) -> None:
+        """Layers that draw (dropout) draw the same when an update is made again, by whichever process."""
+        torch.manual_seed(derive_seed(self._config.seed, stage, iteration, self._rank))
 
     def load_frozen(self, name: str, folder: Path) -> None:
         self._policy.load_frozen(name, folder)

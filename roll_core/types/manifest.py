@@ -4,8 +4,12 @@ Flows pass receipts between tasks and decide by them; a manifest names everythin
 written last. A run is the chain of its manifests.
 """
 
+from enum import StrEnum
+from typing import Any
+
 from pydantic import Field
 
+from roll_core.errors import FailureClass
 from roll_core.types.refs import ArtifactRef, CheckpointRef, Record
 
 Metrics = dict[str, float]
@@ -48,19 +52,66 @@ class Collected(Receipt):
     num_tokens: int
 
 
+class DrawOutcome(StrEnum):
+    """What became of a problem. FILTERED: attempts were graded, and all of them masked. FAILED: none could be graded."""
+
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+    @property
+    def letter(self) -> str:
+        return self.value[0] if self is not DrawOutcome.FAILED else "x"
+
+
+class Draw(Record):
+    """Example: Draw(problem=97, iteration=4, outcome="trained")"""
+
+    problem: int
+    """Its place in the stream of problems."""
+    iteration: int
+    outcome: DrawOutcome
+
+
+class Draws(Record):
+    """The problems an iteration drew, from `first` on, a letter each: t(rained), f(iltered), x (failed), a(borted).
+
+    Example: Draws(first=96, outcomes="tttftttx")
+    """
+
+    first: int
+    outcomes: str
+
+    @property
+    def next(self) -> int:
+        """Where the next iteration draws from."""
+        return self.first + len(self.outcomes)
+
+    def each(self, iteration: int) -> list[Draw]:
+        outcome_of = {outcome.letter: outcome for outcome in DrawOutcome}
+        return [
+            Draw(problem=self.first + place, iteration=iteration, outcome=outcome_of[letter])
+            for place, letter in enumerate(self.outcomes)
+        ]
+
+
 class Prepared(Receipt):
     """Samples with advantages and the logprobs the algorithm declared, resident with the trainer ranks."""
 
     collected: Collected
+    draws: Draws
     num_samples: int
     num_trained_tokens: int
 
 
 class Updated(Receipt):
-    """The optimizer has moved: the trainer now holds `weights_version`."""
+    """The optimizer has moved: the trainer now holds `weights_version`. `controllers` is what adapts between iterations, for
+    example the weight of a KL: part of every checkpoint, shown here for whoever reads a manifest."""
 
     iteration: int
     weights_version: int
+    controllers: dict[str, Any] = Field(default_factory=dict)
 
 
 class Published(Receipt):
@@ -90,6 +141,8 @@ class Checkpointing(Receipt):
 class Manifest(Record):
     """One committed iteration. Iteration 0 is the policy training starts from (after any warm start).
 
+    There is no state of a random generator in it: every seed is derived from the config's and from where it is used.
+
     Example: Manifest(run_id="quickstart-3", iteration=4, parent="ab12...", config_digest="1b4f...", leg=1,
     weights_version=4, weights_digest="77d0...", next_problem=128, collected=Collected(...), evaluated=None,
     metrics={"reward/mean": 0.41}, timings={"collect": 0.3, "update": 0.2}, committed_at="2026-11-15T09:30:00+00:00")
@@ -104,6 +157,14 @@ class Manifest(Record):
     weights_digest: str = ""
     """Of the policy after this iteration; "" in manifests written before there were digests."""
     next_problem: int
+    """The cursor: all problems before it were drawn by this iteration or one before."""
+    draws: Draws | None = None
+    """This iteration's page of the problem ledger."""
+    controllers: dict[str, Any] = Field(default_factory=dict)
+    code: str = ""
+    """Version and digest of the sources that ran."""
+    nodes: tuple[str, ...] = ()
+    """Where they ran."""
     collected: Collected | None
     evaluated: Evaluated | None
     checkpoint: CheckpointRef | None = None
@@ -142,6 +203,8 @@ NO_PARENT = ""
 class LegEnded(Record):
     """Why a leg ended, as the outer flow reads it. `fenced` means that another leg has the run: this one must not go on.
 
+    `failure` is null where nothing failed; `log` is what the leg's process wrote.
+
     Example: LegEnded(run_id="quickstart-3", leg=1, last_iteration=40, finished=True, fenced=False, cause="")
     """
 
@@ -151,3 +214,5 @@ class LegEnded(Record):
     finished: bool
     fenced: bool
     cause: str
+    failure: FailureClass | None = None
+    log: str = ""

@@ -1,6 +1,7 @@
 """What every training backend must do: the same loss and gradients however a batch is cut, and checkpoints that reshard."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from roll_core.algorithms.catalog import build_algorithm
@@ -153,14 +155,24 @@ def _in_rank(rank: int, num_ranks: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
-def _save(rank: int, folder: Path) -> None:
-    layout = Layout(num_ranks=2)
-    backend = new_backend(layout)
+def _step(backend: TorchBackend, layout: Layout, rank: int) -> None:
     for micro_batch in micro_batches(layout, rank):
         backend.accumulate(micro_batch, loss_of(ALGORITHM))
     backend.apply_gradients()
-    backend.snapshot()(folder / "checkpoint")
-    torch.save(dict(backend.weights()), folder / f"weights by rank {rank}")
+
+
+def _save(rank: int, folder: Path) -> None:
+    """As in a run: copied, then written by a thread while training goes on."""
+    layout = Layout(num_ranks=2)
+    backend = new_backend(layout)
+    _step(backend, layout, rank)
+    snapshot = backend.snapshot()
+    torch.save({name: tensor.clone() for name, tensor in backend.weights()}, folder / f"weights by rank {rank}")
+    with ThreadPoolExecutor(1) as beside:
+        writing = beside.submit(snapshot, folder / "checkpoint")
+        for _ in range(3):
+            _step(backend, layout, rank)
+        writing.result()
 
 
 def _load_and_compare(folder: Path) -> None:
@@ -213,7 +225,7 @@ def learn(rank: int, num_ranks: int, folder: Path) -> None:
         prepared = learner.prepare(
             [trajectory(g, a, float(a % 3 == 0), completion=1 + a) for g in range(3) for a in range(4)]
         )
-        critic = learner.update_critic(prepared)
+        critic = learner.update_critic(prepared, iteration)
         metrics = prepared.metrics | critic | learner.update(prepared, iteration)
     weights = dict(learner.weights())
     if rank == 0:
@@ -283,20 +295,25 @@ def test_a_checkpoint_of_two_ranks_continues_on_one_and_on_three(rank_folder):
 
 
 def test_a_loaded_backend_moves_exactly_like_the_one_that_was_saved(tmp_path):
-    def step(backend: TorchBackend) -> None:
-        for micro_batch in micro_batches(REFERENCE, 0):
-            backend.accumulate(micro_batch, loss_of(ALGORITHM))
-        backend.apply_gradients()
-
     original = new_backend(REFERENCE)
-    step(original)
-    original.snapshot()(tmp_path / "checkpoint")
+    _step(original, REFERENCE, 0)
+    snapshot = original.snapshot()
+    _step(original, REFERENCE, 0)
+    snapshot(tmp_path / "checkpoint")  # what was, though training went on
     copy = new_backend(REFERENCE)
     copy.load(tmp_path / "checkpoint")
-    step(original)
-    step(copy)
+    _step(copy, REFERENCE, 0)
     expected = dict(original.weights())
     assert all(torch.equal(tensor, expected[name]) for name, tensor in copy.weights())
+
+
+def test_a_save_that_was_interrupted_cannot_be_loaded(tmp_path):
+    """The metadata is written last; in the store there is besides no record of it."""
+    backend = new_backend(REFERENCE)
+    backend.snapshot()(tmp_path / "checkpoint")
+    (tmp_path / "checkpoint/.metadata").unlink()
+    with pytest.raises((FileNotFoundError, CheckpointException)):
+        backend.load(tmp_path / "checkpoint")
 
 
 def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted():

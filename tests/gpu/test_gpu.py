@@ -107,7 +107,7 @@ def test_every_algorithm_learns_on_the_gpu(kind, precision, tmp_path):
         prepared = learner.prepare(
             [trajectory(g, a, float(a % 3 == 0), completion=2 + a) for g in range(4) for a in attempts]
         )
-        critic = learner.update_critic(prepared) if config.algorithm.has_critic else {}
+        critic = learner.update_critic(prepared, iteration) if config.algorithm.has_critic else {}
         metrics = prepared.metrics | critic | learner.update(prepared, iteration)
     assert all(math.isfinite(value) for value in metrics.values()), metrics
     assert any(not torch.equal(tensor, before[name]) for name, tensor in learner.weights())

@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from roll_core.tracking.spool import RunStatus, Spool
 from roll_core.tracking.tracker import Tracker
 from roll_core.types.refs import RunRef
 
+NOON = datetime(2026, 11, 15, 12, tzinfo=UTC)
 RUN = RunRef(run_id="quickstart-3", store_uri="file:///home/ada/roll-data", config_digest="1b4f")
 SERVER_START_SECONDS = 120.0
 DRAIN_SECONDS = 120.0
@@ -66,8 +68,9 @@ def test_two_legs_feed_one_mlflow_run(tmp_path: Path) -> None:
     first = Tracker(config, RUN, spool_dir)
     first.start()
     first.log_params({"algorithm.name": "grpo", "seed": "7"})
-    first.log_metrics(1, {"reward/mean": 0.25, "update/loss": math.nan, "accuracy@8": 0.5})
-    first.log_metrics(2, {"reward/mean": 0.5})
+    first.log_metrics(1, {"reward/mean": 0.25, "update/loss": math.nan, "accuracy@8": 0.5}, NOON)
+    first.log_metrics(2, {"reward/mean": 0.5}, NOON)
+    first.log_metrics(2, {"reward/mean": 0.5}, NOON)  # by a leg that does not know whether it was logged
     first.log_artifact("manifests/00000002.json", b'{"iteration": 2}')
     first.log_artifact("config.yaml", b"name: quickstart")
     first.set_tags({"roll.leg": "1"})
@@ -90,7 +93,7 @@ def test_two_legs_feed_one_mlflow_run(tmp_path: Path) -> None:
     second = Tracker(config, RUN, spool_dir)
     second.start()
     second.log_params({"algorithm.name": "grpo", "seed": "8", "leg": "2"})
-    second.log_metrics(3, {"reward/mean": 0.75})
+    second.log_metrics(3, {"reward/mean": 0.75}, NOON)
     wait_until(lambda: Spool(spool_dir).count_left() == 0, DRAIN_SECONDS, "the upload of the second leg")
     assert the_only_run(client).info.status == "RUNNING"
     second.set_tags({"roll.leg": "2"})
@@ -114,6 +117,7 @@ def test_two_legs_feed_one_mlflow_run(tmp_path: Path) -> None:
 def test_a_killed_leg_is_uploaded_to_its_last_event(tmp_path: Path) -> None:
     program = f"""
 import os, signal
+from datetime import UTC, datetime
 from pathlib import Path
 from roll_core.config.services import TrackingConfig
 from roll_core.tracking.tracker import Tracker
@@ -121,7 +125,7 @@ from roll_core.types.refs import RunRef
 config = TrackingConfig.model_validate_json({sqlite_config(tmp_path).model_dump_json()!r})
 tracker = Tracker(config, RunRef.model_validate_json({RUN.model_dump_json()!r}), Path({str(tmp_path / "spool")!r}))
 tracker.start()
-tracker.log_metrics(1, {{"reward/mean": 0.25}})
+tracker.log_metrics(1, {{"reward/mean": 0.25}}, datetime.now(UTC))
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == -signal.SIGKILL
@@ -175,7 +179,7 @@ def test_what_is_logged_while_the_server_is_down_arrives_once_it_is_up(
     tracker.start()
     tracker.log_params({"seed": "7"})
     for iteration in range(1, 251):
-        tracker.log_metrics(iteration, {f"area/{number}": float(iteration) for number in range(10)})
+        tracker.log_metrics(iteration, {f"area/{number}": float(iteration) for number in range(10)}, NOON)
     tracker.log_artifact("manifests/00000002.json", b'{"iteration": 2}')
     wait_until(lambda: b"Connection refused" in spool.log_file.read_bytes(), 60, "a refused connection")
     assert spool.count_left() == 252

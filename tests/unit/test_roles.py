@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from roll_core.errors import RollError
+from roll_core.errors import RewardError, RewardUnavailable, RollError
 from roll_core.roles.reward_role import RewardRole
 from roll_core.roles.scheduler_role import refuse_if_none_graded
 from roll_core.types.trajectory import Failure, Message, Problem, Score, Speaker, Trajectory
@@ -28,6 +28,56 @@ def test_a_reward_that_misbehaves_becomes_a_failure_and_never_a_score(tmp_path, 
     (answer,) = asyncio.run(role.grade([(PROBLEM, trajectory(0, 0, None))]))
     assert isinstance(answer, Failure)
     assert says in answer.cause
+
+
+class Judge:
+    """A reward behind a service that fails as often as told before it answers; `broken` is an item it never grades."""
+
+    def __init__(self, *failures: Exception, broken: int | None = None):
+        self.failures = list(failures)
+        self.broken = broken
+        self.asked: list[int] = []
+
+    async def __call__(self, problem: Problem, attempt: Trajectory) -> Score:
+        self.asked.append(attempt.attempt)
+        if attempt.attempt == self.broken:
+            raise TimeoutError("no answer within 10 s")
+        if self.failures:
+            raise self.failures.pop(0)
+        return Score(0.5, False)
+
+
+def grade_with(judge: Judge, tmp_path, repeats: int = 3, count: int = 1) -> list[Score | Failure | RewardUnavailable]:
+    role = RewardRole(tiny_config(tmp_path, retries={"repeats": repeats, "first_delay_seconds": 1e-6}))
+    role._reward = judge
+    return asyncio.run(role.grade([(PROBLEM, trajectory(0, attempt, None)) for attempt in range(count)]))
+
+
+def test_a_reward_that_is_unavailable_is_asked_again_until_it_grades(tmp_path):
+    judge = Judge(ConnectionRefusedError(), RewardUnavailable("503"), TimeoutError())
+    assert grade_with(judge, tmp_path, count=2) == [Score(0.5, False)] * 2
+    assert judge.asked == [0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("error", [RewardError("math", "p/1", "no number"), KeyError("x"), FileNotFoundError("tests/1")])
+def test_what_is_about_the_sample_is_not_asked_again(tmp_path, error):
+    judge = Judge(error)
+    answers = grade_with(judge, tmp_path, count=2)
+    assert isinstance(answers[0], Failure)
+    assert answers[1] == Score(0.5, False)
+    assert judge.asked == [0, 1]
+
+
+def test_a_reward_that_stays_unavailable_says_so_and_grades_given_before_are_kept(tmp_path):
+    judge = Judge(broken=1)
+    graded, unavailable, untried = grade_with(judge, tmp_path, repeats=2, count=3)
+    assert graded == Score(0.5, False)
+    assert isinstance(unavailable, RewardUnavailable)
+    assert str(unavailable) == (
+        "reward 'exact_match' was unavailable 3 times in a row (last: TimeoutError: no answer within 10 s)"
+    )
+    assert untried is unavailable
+    assert judge.asked == [0, 1, 1, 1]
 
 
 def test_a_batch_without_a_grade_is_refused_and_one_with_a_single_grade_is_not():

@@ -1,8 +1,9 @@
 """Trajectories as Parquet, problems by seed, rewards, and the scheduler with engines and graders made for the test."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pyarrow.parquet as pq
 import pytest
@@ -11,7 +12,7 @@ from roll_core.config.problems import ArithmeticProblems, JsonlProblems, Puzzle
 from roll_core.config.rollout import RolloutConfig
 from roll_core.data.arithmetic import ArithmeticSource
 from roll_core.data.jsonl import JsonlSource
-from roll_core.errors import DeadlineExceeded, RewardError, UserError
+from roll_core.errors import DeadlineExceeded, RewardError, RewardUnavailable, RoleDied, UserError
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.models import characters
 from roll_core.rewards.exact_match import ExactMatchReward, matching_share
@@ -19,6 +20,7 @@ from roll_core.rewards.number_match import NumberMatchReward
 from roll_core.rollout.metrics import accuracy, describe
 from roll_core.rollout.renderer import CharacterRenderer
 from roll_core.rollout.scheduler import RolloutScheduler
+from roll_core.rollout.unfinished import Unfinished
 from roll_core.seeds import derive_seed
 from roll_core.store.rollouts import decode_trajectories, encode_trajectories
 from roll_core.types.manifest import CollectRequest
@@ -113,8 +115,6 @@ def test_seeds_differ_by_place_and_are_stable():
 # -------------------------------------------------------------------------------------------------- rewards
 def grade(reward, text: str, answer: str) -> Score:
     answered = trajectory(0, 0, 0.0)
-    from dataclasses import replace
-
     answered = replace(answered, turns=(replace(answered.turns[0], text=text),))
     problem = Problem("p/1", "p", (Message(Speaker.USER, "?"),), answer)
     return asyncio.run(reward(problem, answered))
@@ -216,6 +216,125 @@ def test_a_deadline_names_the_engine_that_is_late():
         asyncio.run(scheduler(engines).collect(REQUEST, 0.2))
 
 
+# -------------------------------------------------------------------------------------------------- what failed is not lost
+@dataclass
+class DyingEngine(EchoEngine):
+    """Dies after some completions, while the other engines are still at work."""
+
+    completes: int = 2
+
+    async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
+        left = self.completes
+        async for completions in super().generate(requests):
+            if not left:
+                raise RoleDied(f"{self.name} died while generating")
+            left -= 1
+            yield completions
+
+
+class AbsentGrader(ExactGrader):
+    """Grades as many calls as it is told to; then its service is away."""
+
+    def __init__(self, grades: int = 0):
+        super().__init__()
+        self._grades = grades
+
+    async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure | RewardUnavailable]:
+        self._grades -= 1
+        return await super().grade(items) if self._grades >= 0 else [RewardUnavailable("judge: 503")] * len(items)
+
+
+def uninterrupted() -> bytes:
+    return encode_trajectories(asyncio.run(scheduler([EchoEngine("a")]).collect(REQUEST, 5.0)))
+
+
+def fail(unfinished: Unfinished, failing: RolloutScheduler, error: type[Exception], deadline_s: float = 5.0) -> None:
+    """A collect that fails, as the scheduler's role would see it."""
+    with pytest.raises(error), unfinished.kept(REQUEST.request_id) as finished:
+        asyncio.run(failing.collect(REQUEST, deadline_s, finished))
+
+
+def keep(unfinished: Unfinished, request_id: str, trajectories: list[Trajectory]) -> None:
+    """As if a stage had failed after these."""
+    with contextlib.suppress(ZeroDivisionError), unfinished.kept(request_id) as finished:
+        finished.update({(t.group, t.attempt): t for t in trajectories})
+        raise ZeroDivisionError
+
+
+def collect_again(unfinished: Unfinished, grader: ExactGrader | None = None) -> tuple[bytes, int]:
+    """The bytes the next collect of the request leads to, and how many attempts it generated for them."""
+    engine = EchoEngine("again")
+    with unfinished.kept(REQUEST.request_id) as finished:
+        trajectories = asyncio.run(scheduler([engine], grader).collect(REQUEST, 5.0, finished))
+    return encode_trajectories(trajectories), len(engine.seen)
+
+
+def test_a_reward_that_went_away_costs_no_generation(tmp_path):
+    unfinished = Unfinished(tmp_path / "unfinished")
+    fail(unfinished, scheduler([EchoEngine("a"), EchoEngine("b")], AbsentGrader(grades=5)), RewardUnavailable)
+    grader = AbsentGrader(grades=1)  # one call for all that is left
+    assert collect_again(unfinished, grader) == (uninterrupted(), 0)
+
+
+def test_grades_that_were_given_are_not_asked_for_again(tmp_path):
+    unfinished = Unfinished(tmp_path)
+    fail(unfinished, scheduler([EchoEngine("a")], AbsentGrader(grades=5)), RewardUnavailable)
+    with unfinished.kept(REQUEST.request_id) as finished:
+        assert sum(t.score is not None for t in finished.values()) == 5
+        assert len(finished) == 12
+
+
+def test_an_engine_that_died_costs_only_what_it_had_not_finished(tmp_path):
+    """Two of its six attempts were, and all six of the other engine's, which is let finish."""
+    unfinished = Unfinished(tmp_path)
+    fail(unfinished, scheduler([DyingEngine("a"), EchoEngine("b")]), RoleDied)
+    assert collect_again(unfinished) == (uninterrupted(), 4)
+
+
+def test_a_deadline_costs_only_what_was_not_finished(tmp_path):
+    unfinished = Unfinished(tmp_path)
+    fail(unfinished, scheduler([EchoEngine("a", stuck=3)]), DeadlineExceeded, deadline_s=0.2)
+    assert collect_again(unfinished) == (uninterrupted(), 3)
+
+
+def test_what_fails_after_everything_is_graded_generates_nothing_again(tmp_path):
+    unfinished = Unfinished(tmp_path)
+    keep(unfinished, REQUEST.request_id, asyncio.run(scheduler([EchoEngine("a")]).collect(REQUEST, 5.0)))
+    assert collect_again(unfinished, AbsentGrader()) == (uninterrupted(), 0)
+
+
+def test_failed_grades_are_tried_again_and_aborted_attempts_made_again(tmp_path):
+    unfinished = Unfinished(tmp_path)
+    aborted = replace(trajectory(0, 1, None), ending=Ending.ABORTED, failure=Failure("generate", "aborted"))
+    keep(unfinished, "1/p", [trajectory(0, 0, None), aborted, trajectory(0, 2, 0.5)])
+    with unfinished.kept("1/p") as finished:
+        assert finished == {(0, 0): replace(trajectory(0, 0, None), failure=None), (0, 2): trajectory(0, 2, 0.5)}
+
+
+def test_what_is_kept_is_for_its_request_alone_and_gone_once_it_was_used(tmp_path):
+    unfinished = Unfinished(tmp_path)
+    fail(unfinished, scheduler([EchoEngine("a")], AbsentGrader()), RewardUnavailable)
+    with unfinished.kept("2/other") as finished:
+        assert finished == {}
+    assert collect_again(unfinished)[1] == 0
+    assert list(tmp_path.iterdir()) == []
+    assert collect_again(unfinished)[1] == 12
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:80] + b"?" + data[81:], lambda data: b""])
+def test_a_damaged_file_is_as_good_as_none(tmp_path, damage):
+    unfinished = Unfinished(tmp_path)
+    fail(unfinished, scheduler([EchoEngine("a")], AbsentGrader()), RewardUnavailable)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(damage(file.read_bytes()))
+    assert collect_again(unfinished) == (uninterrupted(), 12)
+
+
+def test_a_scratch_folder_that_cannot_be_written_does_not_hide_what_failed(tmp_path):
+    (tmp_path / "unfinished").write_text("in the way")
+    fail(Unfinished(tmp_path / "unfinished"), scheduler([DyingEngine("a")]), RoleDied)
+
+
 def test_evaluation_is_one_greedy_attempt_at_each_held_out_problem():
     engine = EchoEngine("a")
     trajectories = asyncio.run(scheduler([engine]).evaluate(6, 5.0))
@@ -238,6 +357,8 @@ def test_metrics_of_a_batch_by_hand():
     assert found["reward/informative_groups"] == 0.5  # group 0 differs, group 1 does not
     assert found["response/mean_tokens"] == 3.5
     assert found["rollout/staleness_max"] == 2.0
+    assert found["rollout/failed"] == 1.0
+    assert found["problem/quarantined"] == 1.0  # nobody could grade group 2
     assert accuracy(batch) == 0.25  # of the four that were graded
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from roll_core.tracking.spool import (
 from roll_core.tracking.tracker import Tracker
 from roll_core.types.refs import RunRef
 
+NOON = datetime(2026, 11, 15, 12, tzinfo=UTC)
 RUN = RunRef(run_id="quickstart-3", store_uri="file:///home/ada/roll-data", config_digest="1b4f")
 NOBODY_LISTENS = TrackingConfig(uri="http://127.0.0.1:9", drain_seconds=0.5)
 DESTINATION = Destination(
@@ -160,7 +162,7 @@ def test_an_outage_neither_slows_logging_nor_holds_up_the_end(tmp_path: Path) ->
     tracker.start()
     started = time.monotonic()
     for iteration in range(100):
-        tracker.log_metrics(iteration, {"reward/mean": 0.25})
+        tracker.log_metrics(iteration, {"reward/mean": 0.25}, NOON)
     tracker.log_artifact("manifests/00000004.json", b"{}")
     tracker.log_params({"algorithm.name": "grpo"})
     tracker.set_tags({"roll.leg": "1"})
@@ -207,7 +209,7 @@ def test_a_spool_that_cannot_be_written_is_reported_once_and_never_raises(
     with caplog.at_level(logging.WARNING):
         tracker.start()
         for iteration in range(3):
-            tracker.log_metrics(iteration, {"reward/mean": 0.25})
+            tracker.log_metrics(iteration, {"reward/mean": 0.25}, NOON)
         tracker.log_artifact("manifests/00000004.json", b"{}")
         tracker.end(RunStatus.FAILED)
     assert sum("loses events" in record.getMessage() for record in caplog.records) == 1
@@ -217,8 +219,8 @@ def test_a_spool_that_cannot_be_written_is_reported_once_and_never_raises(
 def test_a_full_disk_never_raises(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").symlink_to("/dev/full")
     tracker = Tracker(NOBODY_LISTENS, RUN, tmp_path)
-    tracker.log_metrics(1, {"reward/mean": 0.25})
-    tracker.log_metrics(2, {"reward/mean": 0.25})
+    tracker.log_metrics(1, {"reward/mean": 0.25}, NOON)
+    tracker.log_metrics(2, {"reward/mean": 0.25}, NOON)
     assert tracker.close() == 2
 
 

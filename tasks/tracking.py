@@ -1,0 +1,47 @@
+"""Committed iterations as the tracker is told of them."""
+
+import contextlib
+import json
+from datetime import datetime
+
+from roll_core.errors import ArtifactDamaged
+from roll_core.store.rollouts import decode_trajectories
+from roll_core.types.manifest import Evaluated, Manifest
+from tasks.services import Services
+
+
+def catch_up(chain: list[Manifest], services: Services) -> None:
+    """Log what a leg before this one may have committed and not logged: its last iteration, or, where its spool is lost,
+    all of them."""
+    ours = [manifest for manifest in chain if manifest.run_id == services.run.run_id]
+    for manifest in ours if services.tracker.is_fresh else ours[-1:]:
+        track(manifest, services)
+
+
+def track(manifest: Manifest, services: Services) -> None:
+    """Log a committed iteration. It has happened whatever becomes of this, and can be logged again to no effect."""
+    tracker = services.tracker
+    timings = {f"seconds/{stage}": seconds for stage, seconds in manifest.timings.items()}
+    tracker.log_metrics(manifest.iteration, manifest.metrics | timings, datetime.fromisoformat(manifest.committed_at))
+    tracker.log_artifact(f"manifests/{manifest.iteration:08d}.json", manifest.model_dump_json(indent=1).encode())
+    if manifest.evaluated:
+        # A sample that cannot be read for the tracker must not end a run.
+        with contextlib.suppress(OSError, ArtifactDamaged):
+            sample = _readable_sample(manifest.evaluated, services)
+            tracker.log_artifact(f"trajectories/{manifest.iteration:08d}.jsonl", sample)
+
+
+def _readable_sample(evaluated: Evaluated, services: Services) -> bytes:
+    """The first evaluation trajectories, a JSON object a line: what was answered and how it was graded."""
+    trajectories = decode_trajectories(services.store.get(evaluated.trajectories))
+    rows = [
+        {
+            "problem": t.problem_id,
+            "answer": t.turns[-1].text,
+            "reward": t.score.value if t.score else None,
+            "correct": t.score.correct if t.score else None,
+            "ending": t.ending,
+        }
+        for t in trajectories[: services.config.tracking.trajectory_samples]
+    ]
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()

@@ -1,0 +1,86 @@
+"""`roll`, with roles that note what they generate and fail as told: python -m tests.integration.faulty_roles FAULT run ...
+
+FAULT is "none" or a class below, whose role it takes the place of. All else is real; faults are bound to an iteration or a
+leg, never to a time.
+"""
+
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from flows import cli, control_plane
+from roll_core.inference.requests import Completion, GenerationRequest
+from roll_core.roles import fleet
+from roll_core.roles.engine_role import EngineRole
+from roll_core.roles.reward_role import RewardRole
+from roll_core.roles.trainer_rank import TrainerRank
+from roll_core.types.manifest import Collected, LegEnded, Updated
+from roll_core.types.refs import RunRef
+from roll_core.types.trajectory import Problem, Score, Trajectory
+
+FAULT, GENERATED = "ROLL_TEST_FAULT", "ROLL_TEST_GENERATED"
+"""What is to fail, and the file that seeds of generated attempts are added to, in the environment of legs and roles."""
+
+
+class NotingEngine(EngineRole):
+    """Leaves the seed of every attempt it makes at a training problem; no two attempts of a run have the same."""
+
+    async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
+        with open(os.environ[GENERATED], "a") as generated:
+            generated.writelines(f"{request.seed}\n" for request in requests if request.temperature > 0)
+        async for completions in super().generate(requests):
+            yield completions
+
+
+class AbsentReward(RewardRole):
+    """Its service is away for the second half of the problems of iteration 2."""
+
+    async def start(self) -> None:
+        await super().start()
+        graded = self._reward
+
+        async def reward(problem: Problem, trajectory: Trajectory) -> Score:
+            if problem.problem_id in ("sort/train/6", "sort/train/7"):
+                raise ConnectionRefusedError("judge")
+            return await graded(problem, trajectory)
+
+        self._reward = reward
+
+
+class FailingTrainer(TrainerRank):
+    """Cannot learn from iteration 2."""
+
+    def update(self, collected: Collected, trajectories: list[Trajectory] | None) -> Updated:
+        if collected.request.iteration == 2:
+            raise ValueError("loss is not finite")
+        return super().update(collected, trajectories)
+
+
+def run_faulty_leg(run: RunRef, leg: int, context: dict[str, Any], launcher_pid: int) -> LegEnded:
+    """A leg with the roles above; the reward's service is back in the second one."""
+    from flows.train_leg import run_train_leg
+
+    fleet.EngineRole = NotingEngine
+    match os.environ[FAULT]:
+        case "AbsentReward" if leg == 1:
+            fleet.RewardRole = AbsentReward
+        case "FailingTrainer":
+            fleet.TrainerRank = FailingTrainer
+    return run_train_leg(run, leg, context, launcher_pid)
+
+
+def main(fault: str, *arguments: str) -> int:
+    os.environ |= {FAULT: fault, GENERATED: str(Path("generated.txt").absolute())}
+    with control_plane.prefect_api(Path("roll-data/work")):
+        from flows import rlvr  # only now: Prefect reads its settings when it is imported
+
+        rlvr.run_train_leg = run_faulty_leg
+        return cli.main(arguments)
+
+
+if __name__ == "__main__":
+    from tests.integration import faulty_roles  # by its name, so that legs and roles can import what they are given
+
+    sys.exit(faulty_roles.main(*sys.argv[1:]))

@@ -1,0 +1,193 @@
+"""What becomes of a failure: its class, the pauses before it is tried again, and whether another leg follows."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from flows.rlvr import reason_to_stop
+from roll_core.config.services import RetriesConfig
+from roll_core.errors import (
+    ArtifactDamaged,
+    DeadlineExceeded,
+    FailureClass,
+    IterationTaken,
+    RewardError,
+    RewardUnavailable,
+    RoleDied,
+    RollError,
+    StoreRefused,
+    StoreUnavailable,
+    UserError,
+    classify,
+    one_line,
+)
+from roll_core.retries import pauses
+from roll_core.types.manifest import LegEnded, Receipt
+from tasks.durability import pure
+
+AT_ONCE = RetriesConfig(repeats=2, first_delay_seconds=1e-6)
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+# -------------------------------------------------------------------------------------------------- classes
+@pytest.mark.parametrize(
+    "error",
+    [
+        StoreUnavailable("s3"),
+        DeadlineExceeded("late"),
+        RoleDied("dead"),
+        RewardUnavailable("judge"),
+        OSError("disk"),
+        ConnectionRefusedError(),
+        TimeoutError(),
+        caused(RuntimeError("request failed"), ConnectionResetError()),
+        RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
+    ],
+    ids=repr,
+)
+def test_what_passes_by_itself_is_transient(error):
+    assert classify(error) is FailureClass.TRANSIENT
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("nan"),
+        AssertionError(),
+        ArtifactDamaged("cut"),
+        StoreRefused("no such bucket"),
+        UserError("key"),
+        IterationTaken("4"),
+        RollError("every trajectory failed"),
+        FileNotFoundError("model"),
+        PermissionError(),
+        caused(ValueError("bad"), KeyError("x")),
+        caused(UserError("no such file"), TimeoutError()),
+    ],
+    ids=repr,
+)
+def test_what_fails_again_on_the_same_input_is_deterministic(error):
+    assert classify(error) is FailureClass.DETERMINISTIC
+
+
+def test_a_grade_that_cannot_be_given_is_about_the_data_whatever_led_to_it():
+    assert classify(caused(RewardError("math", "p/1", "no answer"), TimeoutError())) is FailureClass.DATA
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("nan in step 3"), "ValueError: nan in step 3"),
+        (ValueError("ray::update() (pid=7)\n  File x\nValueError: nan in step 3\n"), "ValueError: nan in step 3"),
+        (AssertionError(), "AssertionError"),
+        (RoleDied("engine 0 died"), "engine 0 died"),
+    ],
+)
+def test_an_exception_comes_down_to_one_line(error, line):
+    assert one_line(error) == line
+
+
+# -------------------------------------------------------------------------------------------------- repeats
+def test_pauses_double_up_to_the_longest_and_are_cut_by_half_at_most():
+    retries = RetriesConfig(repeats=6, first_delay_seconds=1.0, longest_delay_seconds=10.0)
+    drawn = [pauses(retries) for _ in range(200)]
+    for pause, longest in zip(zip(*drawn, strict=True), [1.0, 2.0, 4.0, 8.0, 10.0, 10.0], strict=True):
+        assert 0.5 * longest <= min(pause) < 0.6 * longest, "pauses are not spread down to half"
+        assert 0.9 * longest < max(pause) <= longest
+    assert pauses(RetriesConfig(repeats=0)) == []
+    assert max(pauses(RetriesConfig(repeats=2000))) <= 30.0
+
+
+def pure_task(failures: list[Exception]):
+    """A PURE task that raises these, one a call, and then answers; and the list of its calls."""
+    calls: list[int] = []
+
+    def stage(number: int, services: SimpleNamespace) -> Receipt:
+        calls.append(number)
+        if failures:
+            raise failures.pop(0)
+        return Receipt(metrics={"number": number})
+
+    return pure("stage")(stage).fn, calls
+
+
+SERVICES = SimpleNamespace(config=SimpleNamespace(retries=AT_ONCE))
+
+
+def test_a_pure_task_is_repeated_while_the_failure_is_transient():
+    stage, calls = pure_task([ConnectionResetError(), TimeoutError()])
+    assert stage(7, services=SERVICES).metrics == {"number": 7}
+    assert calls == [7, 7, 7]
+
+
+def test_a_pure_task_gives_up_after_the_repeats_of_the_config():
+    stage, calls = pure_task([OSError(str(n)) for n in range(9)])
+    with pytest.raises(OSError, match="2"):
+        stage(7, SERVICES)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("nan"), RoleDied("gone"), DeadlineExceeded("late"), StoreUnavailable("waited"), UserError("key")]
+)
+def test_a_pure_task_is_not_repeated_when_that_cannot_help_or_somebody_has_waited_already(error):
+    stage, calls = pure_task([error])
+    with pytest.raises(type(error)):
+        stage(7, SERVICES)
+    assert len(calls) == 1
+
+
+# -------------------------------------------------------------------------------------------------- legs
+def ended(leg: int, last_iteration: int, failure: FailureClass, cause: str = "ValueError: nan") -> LegEnded:
+    return LegEnded(
+        run_id="tiny-1",
+        leg=leg,
+        last_iteration=last_iteration,
+        finished=False,
+        fenced=False,
+        cause=cause,
+        failure=failure,
+        log=f"leg-{leg}/log",
+    )
+
+
+DETERMINISTIC, TRANSIENT = FailureClass.DETERMINISTIC, FailureClass.TRANSIENT
+
+
+def test_the_same_deterministic_failure_at_the_same_iteration_stops_the_run_at_the_second_leg():
+    reason = reason_to_stop([ended(1, 3, DETERMINISTIC), ended(2, 3, DETERMINISTIC)], max_failures=9)
+    assert reason == (
+        "tiny-1 stopped at iteration 3: two legs in a row failed in the same way: ValueError: nan (log: leg-2/log)"
+    )
+
+
+@pytest.mark.parametrize(
+    "endings",
+    [
+        [ended(1, 3, DETERMINISTIC)],
+        [ended(1, 3, TRANSIENT), ended(2, 3, TRANSIENT)],
+        [ended(1, 3, DETERMINISTIC), ended(2, 4, DETERMINISTIC)],
+        [ended(1, 3, DETERMINISTIC), ended(2, 3, DETERMINISTIC, "KeyError: 'x'")],
+        [ended(1, 3, DETERMINISTIC), ended(2, 3, TRANSIENT, "engine 0 died"), ended(3, 3, DETERMINISTIC)],
+    ],
+    ids=["once", "transient", "another iteration", "another cause", "another leg between"],
+)
+def test_otherwise_another_leg_follows(endings):
+    assert reason_to_stop(endings, max_failures=9) is None
+
+
+def test_legs_that_fail_without_a_commit_are_counted_and_those_that_commit_begin_the_count_anew():
+    stuck = [ended(1, -1, TRANSIENT, "engine 0 died"), ended(2, -1, TRANSIENT, "engine 0 died")]
+    assert reason_to_stop(stuck, max_failures=2) is None
+    assert reason_to_stop([*stuck, ended(3, 0, TRANSIENT)], max_failures=2) is None
+    assert reason_to_stop([*stuck, ended(3, -1, TRANSIENT, "late")], max_failures=2) == (
+        "tiny-1 stopped before its first commit after 3 failed leg(s); the last one: late (log: leg-3/log)"
+    )
+
+
+def test_a_run_that_may_not_fail_stops_at_the_first_failure():
+    assert reason_to_stop([ended(1, 3, TRANSIENT)], max_failures=0) is not None

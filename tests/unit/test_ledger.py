@@ -1,0 +1,58 @@
+"""Every problem drawn has one outcome, and the next iteration draws after it."""
+
+from dataclasses import replace
+
+import pytest
+
+from roll_core.data.ledger import draws_of, ledger, totals
+from roll_core.types.manifest import CollectRequest, DrawOutcome, Draws, Manifest
+from roll_core.types.trajectory import Ending, Failure
+from tests.support import trajectory
+
+REQUEST = CollectRequest(iteration=3, parent="", weights_version=2, first_problem=8, num_groups=4)
+
+
+def test_each_draw_has_the_outcome_of_its_group():
+    aborted = replace(trajectory(3, 0, None), ending=Ending.ABORTED, failure=Failure("generate", "aborted"))
+    trajectories = [trajectory(0, 0, 1.0), trajectory(0, 1, None), trajectory(1, 0, 0.0), trajectory(2, 0, None), aborted]
+    draws = draws_of(REQUEST, trajectories, trained_groups={0})
+    assert draws == Draws(first=8, outcomes="tfxa")
+    assert draws.next == 12
+    assert [(draw.problem, draw.iteration, draw.outcome) for draw in draws.each(3)] == [
+        (8, 3, DrawOutcome.TRAINED),
+        (9, 3, DrawOutcome.FILTERED),
+        (10, 3, DrawOutcome.FAILED),
+        (11, 3, DrawOutcome.ABORTED),
+    ]
+
+
+def test_letters_tell_outcomes_apart():
+    assert len({outcome.letter for outcome in DrawOutcome}) == len(DrawOutcome)
+
+
+@pytest.fixture
+def chain() -> list[Manifest]:
+    common = {
+        "run_id": "a-1",
+        "parent": "",
+        "config_digest": "",
+        "leg": 1,
+        "weights_version": 0,
+        "next_problem": 0,
+        "collected": None,
+        "evaluated": None,
+        "metrics": {},
+        "timings": {},
+        "committed_at": "",
+    }
+    pages = [None, Draws(first=0, outcomes="tt"), Draws(first=2, outcomes="tx")]
+    return [Manifest(iteration=iteration, draws=draws, **common) for iteration, draws in enumerate(pages)]
+
+
+def test_the_ledger_of_a_run_is_the_pages_of_its_manifests(chain):
+    assert [(draw.problem, draw.iteration) for draw in ledger(chain)] == [(0, 1), (1, 1), (2, 2), (3, 2)]
+    assert totals(chain) == "4 drawn: 3 trained, 1 failed"
+
+
+def test_a_run_that_has_drawn_nothing_has_nothing_to_tell(chain):
+    assert totals(chain[:1]) == ""
