@@ -73,6 +73,8 @@ STORE_FAULTS = {
 }
 PLACES = (("collect", 2), ("checkpoint", 4), ("commit", 7))
 """Where services fail: rollouts, checkpoint files and a manifest are on their way."""
+# Prefect reads its settings when it is imported, so functions here import `tasks` once there is a server.
+
 HANG_SECONDS = 4.0
 """An attempt is given up after a fifth of `store.retry_seconds`."""
 
@@ -86,14 +88,15 @@ class Break:
     undo: Callable[[], None]
 
 
-def open_trial(config: Path, *overrides: str) -> RunRef:
-    resolved = load_config(str(config), list(overrides))
+def open_trial(config: Path, point: KillPoint, *overrides: str) -> RunRef:
+    """A run of its own name: runs of several stores share one scratch folder here."""
+    resolved = load_config(str(config), [f"name={point.victim.replace(' ', '-')}", *overrides])
     return open_run(ObjectStore(resolved.store.uri), resolved)
 
 
 def endure(run: RunRef, breaks: list[Break], unbroken: RunRef) -> BrokenRun:
     """A run that must get through everything in one command."""
-    from tasks.chaos import command, fault_of, judge, last_words, wait_for_stage
+    from tasks.chaos import command, fault_of, judge, last_words, wait_for_end, wait_for_stage
 
     faults, since = [], datetime.now(UTC)
     with command(run) as process:
@@ -105,15 +108,14 @@ def endure(run: RunRef, breaks: list[Break], unbroken: RunRef) -> BrokenRun:
             time.sleep(FAULT_SECONDS)
             broken.undo()
             faults.append(fault_of(run, broken.point, at, "", ()))
-        process.wait()
-    missed = [broken.point for broken in breaks[len(faults) :]]
-    failed = (f"the command ended with {process.returncode}: {last_words(run)}",) if process.returncode else ()
-    judged = judge(run, faults, missed, unbroken)
-    return with_trouble(judged, failed)
+        problems = wait_for_end(run, process)
+    if process.returncode:
+        problems = (*problems, f"the command ended with {process.returncode}: {last_words(run)}")
+    return with_trouble(judge(run, faults, [b.point for b in breaks[len(faults) :]], unbroken), problems)
 
 
-def give_up_and_resume(run: RunRef, broken: Break, unbroken: RunRef) -> BrokenRun:
-    """A run whose command must end with a sentence while a service is gone, and which is resumed when it is back."""
+def go_without(run: RunRef, broken: Break, ends_with: int, unbroken: RunRef) -> BrokenRun:
+    """A run that loses a service until its command has ended: with an exit code and, if that is an error, a sentence."""
     from tasks.chaos import command, fault_of, finish, judge, last_words, wait_for_end, wait_for_stage
 
     with command(run) as process:
@@ -121,12 +123,13 @@ def give_up_and_resume(run: RunRef, broken: Break, unbroken: RunRef) -> BrokenRu
         at = datetime.now(UTC)
         broken.do()
         problems = wait_for_end(run, process)
-        broken.undo()
+    broken.undo()
     said = last_words(run)
-    if not said.startswith("roll: ") or process.returncode == 0:
-        problems = (*problems, f"the command ended with {process.returncode} and said: {said}")
+    if process.returncode != ends_with or (ends_with and not said.startswith("roll: ")):
+        problems = (*problems, f"the command ended with {process.returncode} and said: {said[:200]}")
     faults = [fault_of(run, broken.point, at, said, problems)] if met else []
-    finish(run)
+    if process.returncode:
+        finish(run)
     return judge(run, faults, [] if met else [broken.point], unbroken)
 
 
@@ -145,40 +148,42 @@ def break_the_store(config: Path, folder: Path, unbroken: RunRef, faults: dict[s
         def misbehave(fault: StoreFault | None) -> Callable[[], None]:
             return lambda: setattr(proxy, "fault_of", lambda _method, _path: fault)
 
+        def on_s3(*overrides: str) -> tuple[str, ...]:
+            return (f"store.uri={server.new_store_uri()}", *overrides)
+
         with environment(through_proxy):
             for name, fault in faults.items():
-                run = open_trial(config, f"store.uri={server.new_store_uri()}", f"store.retry_seconds={5 * HANG_SECONDS}")
-                yield endure(run, [Break(at(name, *p), misbehave(fault), misbehave(None)) for p in PLACES], unbroken)
-            run = open_trial(config, f"store.uri={server.new_store_uri()}", "store.retry_seconds=3")
+                breaks = [Break(at(name, *place), misbehave(fault), misbehave(None)) for place in PLACES]
+                run = open_trial(config, breaks[0].point, *on_s3(f"store.retry_seconds={5 * HANG_SECONDS}"))
+                yield endure(run, breaks, unbroken)
             gone = Break(at("store stays away", "commit", 5), misbehave(StoreFault.DISCONNECT), misbehave(None))
-            yield give_up_and_resume(run, gone, unbroken)
+            run = open_trial(config, gone.point, *on_s3("store.retry_seconds=3"))
+            yield go_without(run, gone, 1, unbroken)
         with environment(server.environment):
-            run = open_trial(config, f"store.uri={server.new_store_uri()}")
             killed = [Break(at("S3 server killed", *place), server.kill, server.start) for place in PLACES]
-            yield endure(run, killed, unbroken)
+            yield endure(open_trial(config, killed[0].point, *on_s3()), killed, unbroken)
 
 
 def break_mlflow(config: Path, folder: Path, unbroken: RunRef) -> Iterator[BrokenRun]:
     from tasks.chaos import folder_of
 
-    server = Service(lambda: mlflow_server(folder, port))
     port = free_port()
-    settings = (f"tracking.uri=http://127.0.0.1:{port}", "tracking.drain_seconds=60")
+    server = Service(lambda: mlflow_server(folder, port))
+    tracking = f"tracking.uri=http://127.0.0.1:{port}"
     with server:
-        run = open_trial(config, *settings)
-        back = endure(run, [Break(at("MLflow comes back", "collect", 3), server.stop, server.start)], unbroken)
-        yield with_trouble(back, events_left(Spool(folder_of(run) / "tracking")))
-        run = open_trial(config, *settings[:1])
-        gone = endure(run, [Break(at("MLflow stays away", "collect", 3), server.stop, lambda: None)], unbroken)
-        server.start()
-        spool = Spool(folder_of(run) / "tracking")
-        upload = [sys.executable, "-m", "roll_core.tracking.uploader", str(spool.folder), "--once"]
+        back = Break(at("MLflow comes back", "collect", 3), server.stop, server.start)
+        run = open_trial(config, back.point, tracking, "tracking.drain_seconds=60")
+        yield with_trouble(endure(run, [back], unbroken), events_left(folder_of(run)))
+        gone = Break(at("MLflow stays away", "collect", 3), server.stop, server.start)
+        run = open_trial(config, gone.point, tracking)
+        judged = go_without(run, gone, 0, unbroken)
+        upload = [sys.executable, "-m", "roll_core.tracking.uploader", str(folder_of(run) / "tracking"), "--once"]
         subprocess.run(upload, check=False)
-        yield with_trouble(gone, events_left(spool))
+        yield with_trouble(judged, events_left(folder_of(run)))
 
 
-def events_left(spool: Spool) -> tuple[str, ...]:
-    left = spool.count_left()
+def events_left(run_folder: Path) -> tuple[str, ...]:
+    left = Spool(run_folder / "tracking").count_left()
     return (f"{left} events did not reach MLflow",) if left else ()
 
 
@@ -186,10 +191,10 @@ def break_prefect(config: Path, folder: Path, unbroken: RunRef) -> Iterator[Brok
     port = free_port()
     server = Service(lambda: prefect_server(folder, port))
     with server, environment({"PREFECT_API_URL": f"http://127.0.0.1:{port}/api"}):
-        breaks = [Break(at("Prefect comes back", "collect", 3), server.stop, server.start)]
-        yield endure(open_trial(config), breaks, unbroken)
-        breaks = [Break(at("Prefect stays away", "collect", 3), server.stop, lambda: None)]
-        yield endure(open_trial(config), breaks, unbroken)
+        back = Break(at("Prefect comes back", "collect", 3), server.stop, server.start)
+        yield endure(open_trial(config, back.point), [back], unbroken)
+        gone = Break(at("Prefect stays away", "collect", 3), server.stop, server.start)
+        yield go_without(open_trial(config, gone.point), gone, 0, unbroken)
 
 
 def at(service: str, stage: str, iteration: int) -> KillPoint:
