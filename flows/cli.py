@@ -91,6 +91,16 @@ def build_parser() -> argparse.ArgumentParser:
     for command in (resume, replay, fork, export, gc, runs, show):
         command.add_argument("--store", default=DEFAULT_STORE, help=f"where runs are kept (default: {DEFAULT_STORE})")
 
+    chaos = commands.add_parser(
+        "chaos", help="break runs of a config on purpose and compare them with an unbroken one; 0: equal"
+    )
+    chaos.add_argument("config", metavar="CONFIG")
+    chaos.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    chaos.add_argument("--kills", type=int, default=40, help="kill points, over processes, stages, iterations (default: 40)")
+    chaos.add_argument("--per-run", type=int, default=5, help="kills of one run, which is resumed after each (default: 5)")
+    chaos.add_argument("--seed", type=int, default=0, help="of the drawing of kill points")
+    chaos.set_defaults(command=chaos_command)
+
     up = commands.add_parser("up", help="start a Prefect server, a worker with the deployments, and the MLflow page")
     up.add_argument("--prefect-port", type=int, default=4200)
     up.add_argument("--mlflow-port", type=int, default=5000)
@@ -292,6 +302,24 @@ def show_command(options: argparse.Namespace) -> int:
         console.print(f"problems {drawn}", highlight=False)
     _say_where_to_look(console, run, config, summary_of(run.run_id, chain))
     return 0
+
+
+def chaos_command(options: argparse.Namespace) -> int:
+    from flows.control_plane import prefect_api
+    from roll_core.config.load import load_config
+    from roll_core.reporting.chaos import matrix_table, points_table, sentence, trouble
+
+    config = load_config(options.config, options.overrides)
+    with prefect_api(Path(config.work_dir)):
+        from flows.chaos import chaos
+
+        broken = chaos(options.config, options.overrides, options.kills, options.per_run, options.seed).broken
+    recoveries = [recovery for run in broken for recovery in run.recoveries]
+    print(matrix_table(recoveries), points_table(recoveries), sep="\n\n", end="\n\n")
+    for line in trouble(broken):
+        print(line)
+    print(sentence(broken))
+    return DIFFERENT if trouble(broken) else 0
 
 
 def up_command(options: argparse.Namespace) -> int:

@@ -253,7 +253,7 @@ class Fleet:
         """Who is who among the processes of this leg: for a person with a debugger, and for tests that kill."""
         actors: dict[str, ActorHandle] = self._engines | self._rewards | self._ranks | {"rollout scheduler": self._scheduler}
         pids = {name: actor.__ray_call__.remote(lambda _: os.getpid()) for name, actor in actors.items()}
-        processes = wait_for(pids, "start", self._config.deadlines.start) | {"leg": os.getpid()}
+        processes = wait_for(pids, "start", self._config.deadlines.start) | {"leg": os.getpid(), "ray node": _raylet_pid()}
         (self._leg_dir / "processes.json").write_text(json.dumps(processes, indent=1))
 
     def _bucket_weights(self) -> tuple[list[ray.ObjectRef], str]:
@@ -278,6 +278,11 @@ class Fleet:
             waking = {name: engine.wake.remote() for name, engine in self._engines.items()}
             wait_for(waking, "publish", self._config.deadlines.publish)
             self._engines_awake = True
+
+
+def _raylet_pid() -> int:
+    """Of the node this process started: Ray has no public name for it."""
+    return ray._private.worker._global_node.all_processes["raylet"][0].process.pid
 
 
 def _import_paths() -> list[str]:
