@@ -46,6 +46,24 @@ def test_a_killed_run_says_how_to_resume_and_finishes_as_one_run(workspace):
     assert sorted({point.step for point in history}) == list(range(1, 41))
 
 
+def test_a_run_heals_whose_rollouts_were_collected_as_garbage_before_they_were_committed(workspace):
+    """A trainer that dies leaves a collected iteration behind that no manifest names, and a kept answer that names it."""
+    settings = ("--set", "iterations=12", "--set", "legs.max_failures=0")
+    process = workspace.start("run", str(workspace.config), *settings)
+    workspace.wait_for_iteration(4)
+    os.kill(workspace.pid_of("trainer rank 0"), signal.SIGKILL)
+    process.communicate(timeout=120)
+    assert "removed" in workspace.roll("gc", "--older-than", "0").stdout
+    stopped = workspace.roll("resume", "tiny-1")
+    assert stopped.returncode == 1
+    assert "is missing" in stopped.stdout
+    resumed = workspace.roll("resume", "tiny-1")
+    assert resumed.returncode == 0, resumed.stdout
+    for manifest in workspace.chain():
+        for artifact in manifest.artifacts:
+            workspace.store.get(artifact)
+
+
 def test_ctrl_c_leaves_a_resumable_run_and_says_how(workspace):
     process = workspace.start("run", str(workspace.config), "--set", "iterations=200")
     workspace.wait_for_iteration(2)
