@@ -7,6 +7,7 @@ twice.
 import logging
 from typing import TYPE_CHECKING
 
+from roll_core.config.run import RunConfig
 from roll_core.provenance import code_version
 from roll_core.store.checkpoints import checkpoints_to_resume
 from roll_core.store.fork import refuse_without_origin
@@ -33,7 +34,14 @@ def recover(chain: list[Manifest], services: Services) -> Receipt:
             "%s goes on from weights %s, committed were %s: other hardware or code rounds differently (made by %s, now %s)",
             *(last.run_id, published.weights_digest[:12], last.weights_digest[:12], last.code, code_version()),
         )
+    elif missed_a_checkpoint(last, num_replayed, services.config):
+        services.fleet.checkpoint(last.iteration, published)
     return Receipt(metrics={"recover/replayed_iterations": num_replayed, "recover/exact": float(is_exact)})
+
+
+def missed_a_checkpoint(last: Manifest, num_replayed: int, config: RunConfig) -> bool:
+    """Whether one was due since the one that was loaded, and died with its leg while it was being stored."""
+    return num_replayed >= config.checkpoint.every or (num_replayed > 0 and last.iteration == config.iterations)
 
 
 def bring_trainer_to(chain: list[Manifest], store: ObjectStore, fleet: "Fleet") -> int:
