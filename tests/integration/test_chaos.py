@@ -26,7 +26,7 @@ def workspace(tmp_path_factory, prefect_home) -> Workspace:
 
 
 def test_a_run_killed_four_times_ends_as_if_it_never_had_been(workspace):
-    """The flow in a recovery, the leg in a collect, a trainer rank in a prepare, an engine in an update."""
+    """A trainer rank in a prepare, an engine in an update, the flow in a recovery, the leg in a collect."""
     done = workspace.roll(
         "chaos", str(workspace.config), "--set", "iterations=10", *SETTINGS, "--kills", "4", "--per-run", "4"
     )
@@ -38,8 +38,8 @@ def test_a_run_killed_four_times_ends_as_if_it_never_had_been(workspace):
 
 
 def test_what_an_algorithm_remembers_survives_a_kill(workspace):
-    """A critic, running moments and an adaptive KL, from a checkpoint and replayed updates."""
-    settings = ["--set", "name=ppo", "--set", "iterations=6", "--set", "checkpoint.every=2", "--set", ADAPTIVE_PPO]
+    """A critic, running moments and an adaptive KL: a leg killed in collect 5 loads checkpoint 3 and replays iteration 4."""
+    settings = ["--set", "name=ppo", "--set", "iterations=6", "--set", "checkpoint.every=3", "--set", ADAPTIVE_PPO]
     done = workspace.roll("chaos", str(workspace.config), *settings, "--kills", "2", "--per-run", "2", "--seed", "1")
     assert done.returncode == 0, done.stdout
     assert "reward/kl_coefficient" in workspace.chain("ppo-2")[-1].metrics
