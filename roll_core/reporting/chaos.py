@@ -17,6 +17,7 @@ VICTIMS = (FLOW, "leg", "trainer rank 0", "engine 0", "reward worker 0", "rollou
 """The command's own process, and those that `processes.json` of a leg names."""
 RECOVER = "recover"
 """The one stage that belongs to every leg: its kill points are met by whichever leg starts next."""
+STAGES = (RECOVER, "collect", "prepare", "update_critic", "update", "publish", "evaluate", "checkpoint", "commit")
 ITERATIONS_APART = 2
 """Between two kills of a run: some deaths are noticed only in the next iteration, whose rollouts are then kept."""
 
@@ -96,7 +97,7 @@ def draw_kill_points(unbroken: Sequence[StageEvent], kills: int, per_run: int, s
     rng = random.Random(seed)
     seconds = _seconds_by_stage(unbroken)
     runs: list[list[KillPoint]] = []
-    for victim, stage, inside in islice(_cells(list(seconds), rng), kills):
+    for victim, stage, inside in islice(_cells([stage for stage in STAGES if stage in seconds], rng), kills):
         delays = {iteration: inside * rng.uniform(0.1, 0.9) * s for iteration, s in seconds[stage].items()}
         candidates = rng.sample(sorted(delays), len(delays))
         room = ((run, i) for run in [*runs, []] for i in candidates if len(run) < per_run and _far_from_all(i, run))
@@ -181,11 +182,11 @@ def generated_again(chain: Sequence[Manifest], events: Sequence[StageEvent]) -> 
 
 def matrix_table(recoveries: Sequence[Recovery]) -> str:
     """Who died by where: 'ok 11 s' is nothing lost, nothing different, and the seconds to the next commit."""
-    stages = list(dict.fromkeys(recovery.point.stage for recovery in recoveries))
+    stages = sorted({recovery.point.stage for recovery in recoveries}, key=STAGES.index)
     cells: dict[tuple[str, str], list[str]] = {}
     for recovery in recoveries:
         cells.setdefault((recovery.point.victim, recovery.point.stage), []).append(recovery.verdict)
-    victims = dict.fromkeys(recovery.point.victim for recovery in recoveries)
+    victims = dict.fromkeys([v for v in VICTIMS if any((v, stage) in cells for stage in stages)] + [v for v, _ in cells])
     rows = [[victim, *(", ".join(cells.get((victim, stage), ["-"])) for stage in stages)] for victim in victims]
     return _table(["", *stages], rows)
 

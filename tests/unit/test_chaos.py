@@ -134,8 +134,8 @@ def test_the_tables_say_what_happened_where():
     assert matrix_table([RECOVERED, differs]).splitlines() == [
         "|  | collect | commit |",
         "| --- | --- | --- |",
-        "| engine 0 | ok 11 s | - |",
         "| leg | - | 2 differ |",
+        "| engine 0 | ok 11 s | - |",
     ]
     assert points_table([RECOVERED]).splitlines()[-1] == (
         "| engine 0 | collect 3 boundary | collect 3 begin | 3 | 0 | 11.4 | 0 |"
