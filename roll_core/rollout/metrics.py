@@ -10,7 +10,7 @@ from roll_core.types.trajectory import GREEDY_ATTEMPT, Ending, Trajectory
 
 def describe(trajectories: Sequence[Trajectory], weights_version: int) -> Metrics:
     """Rewards, accuracy, lengths, staleness and failures of one batch. Means are over graded trajectories; greedy baselines
-    are not part of them."""
+    are not part of them. Groups that were replaced are counted elsewhere (`rollout/failed_groups`)."""
     trajectories = [t for t in trajectories if t.attempt != GREEDY_ATTEMPT]
     graded = [(t, t.score) for t in trajectories if t.score is not None]
     quarantined = {t.group for t in trajectories} - {t.group for t, _ in graded}
