@@ -243,6 +243,7 @@ class World:
         self.rng = random.Random(f"{schedule.seed}/{leg}")
         self.at_engines: Counter[str] = Counter()
         self.issued: Counter[str] = Counter()
+        self.known: set[str] = set()
         self.most_at_once = 0
         self.outages = schedule.outages if leg == 0 else 0
         self.engines = [FakeEngine(f"engine {number}", self) for number in range(schedule.num_engines)]
@@ -297,6 +298,7 @@ class FakeEngine:
         world.at_engines.update(ids)
         world.issued.update(ids)
         assert max(world.at_engines.values()) == 1, "an attempt is with two engines, or twice with one"
+        assert not ids & world.known, "an attempt that an earlier leg had finished is made again"
         world.most_at_once = max(world.most_at_once, world.at_engines.total())
         for request in requests:
             timer = loop.call_later(world.rng.expovariate(0.5), self.end, request.request_id, Ending.STOP)
@@ -368,6 +370,7 @@ def collect(schedule: Schedule) -> tuple[Rollout | RollError, list[World]]:
     for leg in range(5):
         worlds.append(World(schedule, leg))
         finished = {place: replace(t, failure=None) for place, t in finished.items()}
+        worlds[-1].known = {f"{group}/{number}" for group, number in finished}
         try:
             return run_in_virtual_time(worlds[-1].scheduler().collect(request, 1e6, finished)), worlds
         except (RoleDied, RewardUnavailable):
