@@ -2,6 +2,7 @@
 # make test         everything: set-up, checks, unit and integration tests
 # make check        the fast half: format, lint, types, import contracts, unit tests
 # make docs         write docs/algorithms.md from the catalogue
+# make chaos        kill everything everywhere, compare with an unbroken run, write docs/chaos.md; about twenty minutes
 # make test-gpu     the backend and the engine on a GPU, where there is one
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ VENV := .venv
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test check docs test-gpu setup setup-test setup-bench
+.PHONY: quickstart test check docs chaos test-gpu setup setup-test setup-bench
 
 quickstart: setup
 	$(BIN)/roll run configs/runs/quickstart.yaml
@@ -19,6 +20,9 @@ test: check
 
 docs: setup
 	$(BIN)/python -m roll_core.algorithms.guide > docs/algorithms.md
+
+chaos: setup-test
+	$(BIN)/python -m benchmarks.chaos --output $(CURDIR)/docs/chaos.md
 
 test-gpu: setup-test
 	$(BIN)/pytest tests/gpu

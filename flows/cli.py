@@ -1,8 +1,11 @@
 """The `roll` command. Imports only what a command needs, when it needs it: --help and plan stay quick on a login node."""
 
 import argparse
+import contextlib
+import shutil
 import sys
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,6 +64,23 @@ def build_parser() -> argparse.ArgumentParser:
     fork.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a key")
     fork.set_defaults(command=fork_command)
 
+    export = commands.add_parser("export", help="write the policy of a checkpoint as a Hugging Face folder")
+    export.add_argument(
+        "place", metavar="RUN[@ITERATION]", help="for example quickstart-1@20; the newest checkpoint without @"
+    )
+    export.add_argument("folder", metavar="FOLDER", help="must not exist yet, or be empty")
+    export.set_defaults(command=export_command)
+
+    gc = commands.add_parser("gc", help="remove what no run in a store needs")
+    gc.add_argument(
+        "--older-than",
+        type=float,
+        metavar="MINUTES",
+        help="leave what is younger: a run may be about to name it (default: the longest store.grace_minutes of the runs)",
+    )
+    gc.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    gc.set_defaults(command=gc_command)
+
     runs = commands.add_parser("runs", help="list the runs in a store")
     runs.set_defaults(command=runs_command)
 
@@ -68,8 +88,18 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("run", metavar="RUN")
     show.set_defaults(command=show_command)
 
-    for command in (resume, replay, fork, runs, show):
+    for command in (resume, replay, fork, export, gc, runs, show):
         command.add_argument("--store", default=DEFAULT_STORE, help=f"where runs are kept (default: {DEFAULT_STORE})")
+
+    chaos = commands.add_parser(
+        "chaos", help="break runs of a config on purpose and compare them with an unbroken one; 0: equal"
+    )
+    chaos.add_argument("config", metavar="CONFIG")
+    chaos.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    chaos.add_argument("--kills", type=int, default=40, help="kill points, over processes, stages, iterations (default: 40)")
+    chaos.add_argument("--per-run", type=int, default=5, help="kills of one run, which is resumed after each (default: 5)")
+    chaos.add_argument("--seed", type=int, default=0, help="of the drawing of kill points")
+    chaos.set_defaults(command=chaos_command)
 
     up = commands.add_parser("up", help="start a Prefect server, a worker with the deployments, and the MLflow page")
     up.add_argument("--prefect-port", type=int, default=4200)
@@ -136,6 +166,71 @@ def fork_command(options: argparse.Namespace) -> int:
     return _follow(config, store_uri, "rlvr_fork", parameters)
 
 
+def export_command(options: argparse.Namespace) -> int:
+    from roll_core.config.load import absolute_uri
+    from roll_core.store.checkpoints import download_files
+    from roll_core.store.exports import find_export, manifest_to_export
+    from roll_core.store.object_store import ObjectStore
+    from roll_core.store.runs import find_run, read_config
+
+    run_id, iteration = _place(options.place) if "@" in options.place else (options.place, None)
+    store_uri = absolute_uri(options.store)
+    store = ObjectStore(store_uri)
+    config = read_config(find_run(store, run_id))
+    manifest = manifest_to_export(store, run_id, iteration)
+    stored = find_export(store, manifest)
+    with _new_folder(Path(options.folder)) as folder:
+        if stored is not None:
+            download_files(store, stored, folder)
+        else:
+            _export_by_roles(config, run_id, manifest.iteration, store_uri, folder)
+    print(f"the policy of {run_id}@{manifest.iteration} is in {options.folder}")
+    return 0
+
+
+def _export_by_roles(config: "RunConfig", run_id: str, iteration: int, store_uri: str, folder: Path) -> None:
+    from flows.control_plane import prefect_api
+
+    with prefect_api(Path(config.work_dir)):
+        from flows.export import export
+
+        export(run_id, iteration, store_uri, str(folder))
+
+
+@contextlib.contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """A folder that appears with all its files, or not at all."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"FOLDER: {folder} is there already: name a new one, or empty it")
+    partial = folder.absolute().with_name(f"{folder.name}.partial-{uuid.uuid4().hex[:8]}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        partial.replace(folder)
+    except RollError:
+        raise
+    except OSError as error:
+        raise UserError(f"FOLDER: cannot write to {folder} ({error.strerror}): make it writable or name another") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def gc_command(options: argparse.Namespace) -> int:
+    from roll_core.config.load import absolute_uri
+    from roll_core.store.garbage import find_garbage, longest_grace_minutes, remove
+    from roll_core.store.object_store import ObjectStore
+
+    store = ObjectStore(absolute_uri(options.store))
+    minutes = longest_grace_minutes(store) if options.older_than is None else options.older_than
+    garbage = find_garbage(store, minutes * 60)
+    sizes = [stored.size for stored in (garbage if options.dry_run else remove(store, garbage))]
+    done = "would be removed" if options.dry_run else "removed"
+    print(f"{len(sizes)} objects, {sum(sizes) / 1e6:.1f} MB, that no run names and that are {minutes:g} minutes old: {done}")
+    if not options.dry_run:
+        print(f"{store.remove_unfinished(minutes * 60)} unfinished writes: removed")
+    return 0
+
+
 def _place(text: str) -> tuple[str, int]:
     run_id, at, iteration = text.rpartition("@")
     if not at or not run_id or not iteration.isdigit():
@@ -157,7 +252,7 @@ def plan_command(options: argparse.Namespace) -> int:
 def runs_command(options: argparse.Namespace) -> int:
     from roll_core.config.load import absolute_uri
     from roll_core.store.object_store import ObjectStore
-    from roll_core.store.runs import find_run, read_chain, read_config
+    from roll_core.store.runs import find_run, read_chain, read_config, stored_config
 
     store = ObjectStore(absolute_uri(options.store))
     run_ids = list(store.list("runs"))
@@ -165,6 +260,8 @@ def runs_command(options: argparse.Namespace) -> int:
         print(f"no runs in {store.uri} yet; start one with: roll run configs/runs/quickstart.yaml")
     for run_id in run_ids:
         try:
+            if not stored_config(store, run_id):
+                continue
             total = read_config(find_run(store, run_id)).iterations
             chain = read_chain(store, run_id)
         except RollError as error:
@@ -205,6 +302,24 @@ def show_command(options: argparse.Namespace) -> int:
         console.print(f"problems {drawn}", highlight=False)
     _say_where_to_look(console, run, config, summary_of(run.run_id, chain))
     return 0
+
+
+def chaos_command(options: argparse.Namespace) -> int:
+    from flows.control_plane import prefect_api
+    from roll_core.config.load import load_config
+    from roll_core.reporting.chaos import matrix_table, points_table, sentence, trouble
+
+    config = load_config(options.config, options.overrides)
+    with prefect_api(Path(config.work_dir)):
+        from flows.chaos import chaos
+
+        broken = chaos(options.config, options.overrides, options.kills, options.per_run, options.seed).broken
+    recoveries = [recovery for run in broken for recovery in run.recoveries]
+    print(matrix_table(recoveries), points_table(recoveries), sep="\n\n", end="\n\n")
+    for line in trouble(broken):
+        print(line)
+    print(sentence(broken))
+    return DIFFERENT if trouble(broken) else 0
 
 
 def up_command(options: argparse.Namespace) -> int:
@@ -265,6 +380,7 @@ def _say_where_to_look(console: "Console", run: "RunRef", config: "RunConfig", s
         "store": f"{run.store_uri}/runs/{run.run_id}",
         "mlflow": mlflow,
         "report": str(report) if report.exists() else "",
+        "export": _how_to_export(run, config),
         "curve": curve(summary.curve) if summary.curve else "",
     }
     for label, text in rows.items():
@@ -272,6 +388,17 @@ def _say_where_to_look(console: "Console", run: "RunRef", config: "RunConfig", s
             console.print(f"{label:<8} {text}", highlight=False, soft_wrap=True)
     if summary.curve:
         console.print(summary.sentence, highlight=False)
+
+
+def _how_to_export(run: "RunRef", config: "RunConfig") -> str:
+    """Exports that are in the store, the newest of them, and the command that has it."""
+    from roll_core.store.exports import read_exports
+    from roll_core.store.object_store import ObjectStore
+
+    exports = read_exports(ObjectStore(run.store_uri, config.store.retry_seconds), run.run_id)
+    if not exports:
+        return ""
+    return f"roll export {run.run_id}@{exports[-1].iteration} FOLDER{_store_option(run.store_uri)}"
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from prefect import flow
 from prefect.context import hydrated_context
 
 from roll_core.config.run import RunConfig, flat_config
+from roll_core.errors import ArtifactDamaged
 from roll_core.store.fork import lineage
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.runs import read_chain, read_config
@@ -22,6 +23,7 @@ from tasks.checkpoint import checkpoint, store_checkpoint
 from tasks.collect import collect
 from tasks.commit import Iteration, commit
 from tasks.evaluate import evaluate
+from tasks.export import store_export
 from tasks.legs import leg_failed
 from tasks.prepare import prepare
 from tasks.publish import publish
@@ -39,6 +41,8 @@ def train_leg(run: RunRef, leg: int) -> LegEnded:
         while manifest.iteration < services.config.iterations:
             manifest = iterate(manifest, services)
         store_checkpoint(services)
+        if services.config.checkpoint.export_at_end:
+            store_export(manifest, services)
         services.tracker.end(RunStatus.FINISHED)
     return LegEnded(run_id=run.run_id, leg=leg, last_iteration=manifest.iteration, finished=True, fenced=False, cause="")
 
@@ -115,6 +119,9 @@ def run_train_leg(run: RunRef, leg: int, context: dict[str, Any], launcher_pid: 
             return train_leg.with_options(result_storage=scratch / "stage-cache")(run, leg)
         except Exception as error:
             traceback.print_exc()  # the answer is one line; the leg's log has the rest
+            if isinstance(error, ArtifactDamaged):
+                # A kept answer may name rollouts that were collected as garbage before they were committed: make it again.
+                shutil.rmtree(scratch / "stage-cache", ignore_errors=True)
             return leg_failed(run, leg, error)
 
 

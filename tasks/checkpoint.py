@@ -15,4 +15,5 @@ def checkpoint(updated: Updated, published: Published, services: Services) -> Ch
 def store_checkpoint(services: Services) -> Receipt:
     """Wait for what is being stored: the first checkpoint, without which there is nothing to resume, and the last."""
     stored = services.fleet.store_checkpoint()
+    services.fleet.retire_checkpoints()
     return Receipt(metrics={"checkpoint/megabytes": stored.size / 1e6} if stored else {})

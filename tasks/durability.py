@@ -43,7 +43,7 @@ HANDLES = "services"
 def pure(run_name: str) -> Callable[[Callable[P, R]], PureTask[P, R]]:
     """Make a PURE task. `run_name` may name parameters: "collect {request.iteration}"."""
     return lambda function: PureTask(
-        _timed(_repeated(function)),
+        _logged(run_name, _timed(_repeated(function))),
         task_run_name=run_name,
         retries=0,  # Prefect's are fixed where a task is made; ours are in the config
         persist_result=True,
@@ -54,7 +54,11 @@ def pure(run_name: str) -> Callable[[Callable[P, R]], PureTask[P, R]]:
 def state_changing(run_name: str) -> Callable[[Callable[P, R]], StateChangingTask[P, R]]:
     """Make a STATE_CHANGING task."""
     return lambda function: StateChangingTask(
-        _timed(function), task_run_name=run_name, retries=0, persist_result=False, cache_policy=NO_CACHE
+        _logged(run_name, _timed(function)),
+        task_run_name=run_name,
+        retries=0,
+        persist_result=False,
+        cache_policy=NO_CACHE,
     )
 
 
@@ -93,3 +97,18 @@ def _timed(function: Callable[P, R]) -> Callable[P, R]:
         return answer
 
     return timed
+
+
+def _logged(run_name: str, function: Callable[P, R]) -> Callable[P, R]:
+    """The leg's stage log says when a stage began and ended: a stage is a task that was given the leg's services."""
+    signature = inspect.signature(function)
+    if HANDLES not in signature.parameters:
+        return function
+
+    @functools.wraps(function)
+    def logged(*args: P.args, **kwargs: P.kwargs) -> R:
+        arguments = signature.bind(*args, **kwargs).arguments
+        with arguments[HANDLES].stage_log.stage(run_name.format(**arguments)):
+            return function(*args, **kwargs)
+
+    return logged

@@ -7,8 +7,10 @@ twice.
 import logging
 from typing import TYPE_CHECKING
 
+from roll_core.config.run import RunConfig
 from roll_core.provenance import code_version
 from roll_core.store.checkpoints import checkpoints_to_resume
+from roll_core.store.fork import refuse_without_origin
 from roll_core.store.object_store import ObjectStore
 from roll_core.types.manifest import Manifest, Metrics, Receipt
 from tasks.durability import state_changing
@@ -23,6 +25,7 @@ log = logging.getLogger(__name__)
 @state_changing("recover")
 def recover(chain: list[Manifest], services: Services) -> Receipt:
     """Bring trainer and engines to the policy of the last manifest of a whole chain."""
+    refuse_without_origin(services.store, chain, services.config.forked_from)
     num_replayed, last = bring_trainer_to(chain, services.store, services.fleet), chain[-1]
     published = services.fleet.publish(last.weights_version)
     is_exact = published.weights_digest == last.weights_digest
@@ -31,7 +34,14 @@ def recover(chain: list[Manifest], services: Services) -> Receipt:
             "%s goes on from weights %s, committed were %s: other hardware or code rounds differently (made by %s, now %s)",
             *(last.run_id, published.weights_digest[:12], last.weights_digest[:12], last.code, code_version()),
         )
+    elif missed_a_checkpoint(last, num_replayed, services.config):
+        services.fleet.checkpoint(last.iteration, published)
     return Receipt(metrics={"recover/replayed_iterations": num_replayed, "recover/exact": float(is_exact)})
+
+
+def missed_a_checkpoint(last: Manifest, num_replayed: int, config: RunConfig) -> bool:
+    """Whether one was due since the one that was loaded, and died with its leg while it was being stored."""
+    return num_replayed >= config.checkpoint.every or (num_replayed > 0 and last.iteration == config.iterations)
 
 
 def bring_trainer_to(chain: list[Manifest], store: ObjectStore, fleet: "Fleet") -> int:

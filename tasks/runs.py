@@ -1,7 +1,9 @@
 """Opening and finding runs."""
 
 from roll_core.config.load import load_config
-from roll_core.planning.preflight import check_ready, with_teachers_pinned
+from roll_core.config.run import RunConfig
+from roll_core.errors import UserError
+from roll_core.planning.preflight import check_origins, check_ready, with_teachers_pinned
 from roll_core.store import runs
 from roll_core.store.fork import forked_config
 from roll_core.store.object_store import ObjectStore
@@ -14,8 +16,7 @@ def open_run(config_path: str, overrides: list[str]) -> RunRef:
     """Check that everything the run needs is there, then claim its name."""
     config = load_config(config_path, overrides)
     check_ready(config)
-    store = ObjectStore(config.store.uri, config.store.retry_seconds)
-    return runs.open_run(store, with_teachers_pinned(config))
+    return _claim(ObjectStore(config.store.uri, config.store.retry_seconds), config)
 
 
 @state_changing("fork {run_id}@{iteration}")
@@ -24,9 +25,21 @@ def open_fork(run_id: str, iteration: int, overrides: list[str], store_uri: str)
     store = ObjectStore(store_uri)
     config = forked_config(store, run_id, iteration, overrides)
     check_ready(config)
-    return runs.open_run(store, with_teachers_pinned(config))
+    return _claim(store, config)
 
 
 @state_changing("find run")
 def find_run(run_id: str, store_uri: str) -> RunRef:
     return runs.find_run(ObjectStore(store_uri), run_id)
+
+
+def _claim(store: ObjectStore, config: RunConfig) -> RunRef:
+    """Take a name. What the run goes on from may have been retired since it was checked; from now on it cannot be."""
+    pinned = with_teachers_pinned(config)
+    run = runs.open_run(store, pinned)
+    try:
+        check_origins(pinned)
+    except UserError:
+        runs.give_back(store, run)
+        raise
+    return run

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from roll_core.config.run import RunConfig
 from roll_core.errors import IterationTaken
+from roll_core.reporting.stage_log import StageLog
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.runs import read_config
 from roll_core.tracking.tracker import Tracker
@@ -23,13 +24,23 @@ LEASE_WAIT_S = 30.0
 
 
 class Services:
-    def __init__(self, run: RunRef, config: RunConfig, leg: int, store: ObjectStore, fleet: "Fleet", tracker: Tracker):
+    def __init__(
+        self,
+        run: RunRef,
+        config: RunConfig,
+        leg: int,
+        store: ObjectStore,
+        fleet: "Fleet",
+        tracker: Tracker,
+        stage_log: StageLog,
+    ):
         self.run = run
         self.config = config
         self.leg = leg
         self.store = store
         self.fleet = fleet
         self.tracker = tracker
+        self.stage_log = stage_log
         self.last_commit_at = time.monotonic()
 
 
@@ -47,12 +58,13 @@ def open_services(run: RunRef, leg: int) -> Iterator[Services]:
         with Fleet(run, config, leg_dir) as fleet:
             tracker.set_tags({"roll.leg": str(leg)})
             settle()
-            yield Services(run, config, leg, ObjectStore(run.store_uri, config.store.retry_seconds), fleet, tracker)
+            store = ObjectStore(run.store_uri, config.store.retry_seconds)
+            yield Services(run, config, leg, store, fleet, tracker, StageLog(leg_dir))
 
 
 def _clear_scratch(folder: Path) -> None:
-    """What killed legs left of checkpoints they were storing or loading: as large as they were, and no use to anybody."""
-    for pattern in ("leg-*/checkpoint-*", "leg-*/restore-*"):
+    """What killed legs left of folders they were storing or loading: as large as they were, and no use to anybody."""
+    for pattern in ("leg-*/checkpoint-*", "leg-*/restore-*", "leg-*/export-*"):
         for left in folder.glob(pattern):
             shutil.rmtree(left)
 

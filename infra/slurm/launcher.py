@@ -20,7 +20,10 @@ def submit_leg(
             executor = submitit.LocalExecutor(folder=folder, max_num_timeout=0)
             executor.update_parameters(timeout_min=legs.time_limit_minutes, signal_delay_s=60, stderr_to_stdout=True)
             with _inherited_output(folder / "launcher.log"):
-                return executor.submit(function, *arguments)
+                job = executor.submit(function, *arguments)
+            # For slow file systems submitit waits 15 s for the result of a process that has ended; here it is there or lost.
+            job._results_timeout_s = 0
+            return job
 
 
 @contextlib.contextmanager

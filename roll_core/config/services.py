@@ -2,12 +2,13 @@
 
 from enum import StrEnum
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from roll_core.config.base import Section
 
 RETRY_SECONDS = 300.0
 """Also for whoever has the address of a store and no config yet."""
+GRACE_MINUTES = 60.0
 
 
 class StoreConfig(Section):
@@ -17,6 +18,9 @@ class StoreConfig(Section):
     retry_seconds: PositiveFloat = RETRY_SECONDS
     """Longest outage of the store that is waited for. Requests that got no answer, or one that says "later", are repeated
     for so long, with growing pauses; then the leg fails and the run can be resumed."""
+    grace_minutes: NonNegativeFloat = GRACE_MINUTES
+    """What is younger is neither retired nor collected as garbage: somebody may have stored it who has not named it yet. It
+    must be longer than an iteration, and than storing a checkpoint."""
     spool_megabytes: PositiveInt = 4096
     """Rollouts kept in work_dir on their way to the store. When that is full, collecting waits for the store."""
 
@@ -82,3 +86,19 @@ class EvaluationConfig(Section):
 class CheckpointConfig(Section):
     every: PositiveInt = 10
     """Iterations between checkpoints. Iterations since the last one are replayed from stored rollouts on resume."""
+    keep_last: PositiveInt | None = None
+    """How many of the newest checkpoints stay; null keeps all. The first one, which is the reference policy, always stays,
+    and so does one that a fork or a run it teaches names, and one younger than store.grace_minutes."""
+    keep_every: PositiveInt | None = None
+    """Beside those, checkpoints of iterations that are multiples of this stay."""
+    keep_best: NonNegativeInt = 0
+    """Beside those, so many with the best held-out accuracy stay; of equals, the later."""
+    export_at_end: bool = True
+    """Store the last policy as a Hugging Face folder, too: it takes a third of a checkpoint, and `roll export` only copies
+    it."""
+
+    @model_validator(mode="after")
+    def _keeps_something_to_keep_more_beside(self):
+        if self.keep_last is None and (self.keep_every is not None or self.keep_best):
+            raise ValueError("keep_every and keep_best name checkpoints to keep beside the last ones: set keep_last, too")
+        return self

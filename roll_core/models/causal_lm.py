@@ -1,7 +1,15 @@
 """The Hugging Face model a config means. Weights of a scratch model depend only on the seed."""
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from roll_core.config.model import Architecture, ModelConfig, PretrainedModel, ScratchModel
 from roll_core.models import characters
@@ -19,7 +27,8 @@ def build_model(config: ModelConfig, seed: int) -> PreTrainedModel:
             )
 
 
-def _from_scratch(config: ScratchModel, seed: int) -> PreTrainedModel:
+def scratch_config(config: ScratchModel) -> PretrainedConfig:
+    """What Hugging Face calls the model of a config."""
     sizes = {
         "vocab_size": len(characters.VOCABULARY),
         "hidden_size": config.hidden_size,
@@ -36,10 +45,18 @@ def _from_scratch(config: ScratchModel, seed: int) -> PreTrainedModel:
         "eos_token_id": characters.EOS,
         "attn_implementation": "sdpa",
     }
+    match config.architecture:
+        case Architecture.QWEN3:
+            return Qwen3Config(**sizes, architectures=["Qwen3ForCausalLM"])
+        case Architecture.LLAMA:
+            return LlamaConfig(**sizes, architectures=["LlamaForCausalLM"])
+
+
+def _from_scratch(config: ScratchModel, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "model"))
         match config.architecture:
             case Architecture.QWEN3:
-                return Qwen3ForCausalLM(Qwen3Config(**sizes))
+                return Qwen3ForCausalLM(scratch_config(config))
             case Architecture.LLAMA:
-                return LlamaForCausalLM(LlamaConfig(**sizes))
+                return LlamaForCausalLM(scratch_config(config))

@@ -25,11 +25,16 @@ def check_ready(config: RunConfig) -> None:
     _check_prompts(config)
     _check_domains(config)
     ObjectStore(config.store.uri).check_writable()
-    _check_teachers(config)
-    _check_fork(config)
+    check_origins(config)
     _check_folder("work_dir", Path(config.work_dir))
     if config.tracking.uri.startswith("sqlite:///"):
         _check_folder("tracking.uri", Path(config.tracking.uri.removeprefix("sqlite:///")).parent)
+
+
+def check_origins(config: RunConfig) -> None:
+    """Raise one sentence if a checkpoint that the run goes on or learns from is not there."""
+    _check_teachers(config)
+    _check_fork(config)
 
 
 def _check_devices(config: RunConfig) -> None:

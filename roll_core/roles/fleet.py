@@ -17,21 +17,26 @@ from ray.actor import ActorHandle
 
 from roll_core.config.placement import DeviceKind
 from roll_core.config.run import RunConfig
+from roll_core.errors import RollError
 from roll_core.roles.engine_role import EngineRole
 from roll_core.roles.placement import reserve_devices
 from roll_core.roles.reward_role import RewardRole
 from roll_core.roles.scheduler_role import RemoteEngine, RemoteGrader, SchedulerRole
 from roll_core.roles.trainer_rank import BESIDE, TrainerRank
 from roll_core.roles.waiting import wait_for
-from roll_core.store.checkpoints import record_checkpoint
+from roll_core.store.checkpoints import record_checkpoint, upload_files
+from roll_core.store.exports import record_export
 from roll_core.store.object_store import ObjectStore
-from roll_core.types.manifest import Collected, CollectRequest, Evaluated, Metrics, Prepared, Published, Updated
-from roll_core.types.refs import ArtifactRef, CheckpointRef, RunRef
+from roll_core.store.retention import retire
+from roll_core.types.manifest import Collected, CollectRequest, Evaluated, Manifest, Metrics, Prepared, Published, Updated
+from roll_core.types.refs import ArtifactKind, ArtifactRef, CheckpointRef, ExportRef, RunRef
 
 _SHARING_CORES = {"GOMP_SPINCOUNT": "300"}
 """OpenMP threads of several roles share cores: those that wait must not spin for milliseconds, as libgomp's do."""
 ASYNC_CALLS = 1000
 """Calls an asynchronous role may have under way; far above what a stage issues."""
+
+log = logging.getLogger(__name__)
 
 
 class Fleet:
@@ -166,6 +171,38 @@ class Fleet:
         if self._storing is not None and self._storing.done():
             self.store_checkpoint()
 
+    def retire_checkpoints(self) -> None:
+        """Let go what the run's policy does not keep. What goes wrong with that is no reason to stop learning: whatever is
+        left takes room and no harm, and the next checkpoint tries again."""
+        config = self._config
+        if config.checkpoint.keep_last is None:
+            return
+        try:
+            gone = retire(self._store, self._run.run_id, config.checkpoint, config.store.grace_minutes * 60)
+        except RollError as error:
+            log.warning("checkpoints of %s could not be retired: %s", self._run.run_id, error)
+            return
+        log.info("retired checkpoints of %s: %s", self._run.run_id, [checkpoint.iteration for checkpoint in gone])
+
+    def export(self, folder: Path) -> str:
+        """Write the policy the trainer holds as a Hugging Face folder; the digest of the weights in it."""
+        self._lend_devices_to_trainer()
+        calls = {name: rank.export.remote(folder) for name, rank in self._ranks.items()}
+        return self._from_rank_0(wait_for(calls, "checkpoint", self._config.deadlines.checkpoint))
+
+    def store_export(self, manifest: Manifest) -> ExportRef | None:
+        """Store the policy of the newest manifest as a Hugging Face folder; nothing, if a recovery led to another policy."""
+        folder, committed = self._leg_dir / f"export-{manifest.iteration}", manifest.weights_digest
+        digest = self.export(folder)
+        if committed and digest != committed:
+            log.warning("%s is not exported: weights %s were recovered, %s committed", manifest.run_id, digest, committed)
+            return None
+        files = upload_files(self._store, folder, sorted(folder.iterdir()), ArtifactKind.EXPORT_FILE)
+        export = ExportRef(iteration=manifest.iteration, weights_digest=committed, files=tuple(files))
+        record_export(self._store, manifest.run_id, export)
+        shutil.rmtree(folder)
+        return export
+
     def wait_until_stored(self, artifacts: list[ArtifactRef]) -> None:
         """Everything a manifest is going to name is in the store when this returns."""
         calls = {"rollout scheduler": self._scheduler.wait_until_stored.remote(artifacts)}
@@ -181,6 +218,7 @@ class Fleet:
         )
         record_checkpoint(self._store, self._run.run_id, checkpoint)
         shutil.rmtree(self._leg_dir / f"checkpoint-{iteration}")
+        self.retire_checkpoints()
         return checkpoint
 
     def _start_ray(self) -> None:
@@ -215,7 +253,7 @@ class Fleet:
         """Who is who among the processes of this leg: for a person with a debugger, and for tests that kill."""
         actors: dict[str, ActorHandle] = self._engines | self._rewards | self._ranks | {"rollout scheduler": self._scheduler}
         pids = {name: actor.__ray_call__.remote(lambda _: os.getpid()) for name, actor in actors.items()}
-        processes = wait_for(pids, "start", self._config.deadlines.start) | {"leg": os.getpid()}
+        processes = wait_for(pids, "start", self._config.deadlines.start) | {"leg": os.getpid(), "ray node": _raylet_pid()}
         (self._leg_dir / "processes.json").write_text(json.dumps(processes, indent=1))
 
     def _bucket_weights(self) -> tuple[list[ray.ObjectRef], str]:
@@ -240,6 +278,11 @@ class Fleet:
             waking = {name: engine.wake.remote() for name, engine in self._engines.items()}
             wait_for(waking, "publish", self._config.deadlines.publish)
             self._engines_awake = True
+
+
+def _raylet_pid() -> int:
+    """Of the node this process started: Ray has no public name for it."""
+    return ray._private.worker._global_node.all_processes["raylet"][0].process.pid
 
 
 def _import_paths() -> list[str]:

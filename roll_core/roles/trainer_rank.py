@@ -27,6 +27,10 @@ from roll_core.types.sample import Sample
 from roll_core.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
     from roll_core.training.base import Snapshot
     from roll_core.training.learner import PreparedBatch
     from roll_core.weights.buckets import WeightsBucket
@@ -136,6 +140,24 @@ class TrainerRank:
             digest.add(bucket)
             references.append(ray.put(bucket))
         return references, digest.hexdigest()
+
+    def export(self, folder: Path) -> str:
+        """The current policy as a Hugging Face folder, and the digest of its weights; rank 0 writes, the others help."""
+        from roll_core.models.export import write_folder
+        from roll_core.weights.buckets import WeightsDigest, pack, unpack
+
+        digest = WeightsDigest()
+
+        def weights() -> "Iterator[tuple[str, Tensor]]":
+            for bucket in pack(self._learner.weights()):
+                digest.add(bucket)
+                yield from unpack([bucket])
+
+        if self._rank == 0:
+            write_folder(self._config.model, weights(), folder)
+        else:
+            self._gathered_elsewhere()
+        return digest.hexdigest()
 
     def copy_state(self) -> None:
         """Copy everything learning goes on from; the rank is free again once that is done."""

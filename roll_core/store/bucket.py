@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from botocore.parsers import ResponseParserError
 from fsspec.asyn import sync
 
 from roll_core.errors import StoreRefused, StoreUnavailable, UserError
-from roll_core.store.medium import PART_SIZE, PARTS_IN_FLIGHT, AlreadyExists, in_order, part_size
+from roll_core.store.medium import PART_SIZE, PARTS_IN_FLIGHT, AlreadyExists, Stored, in_order, part_size
 
 SHORTEST_ATTEMPT_SECONDS, ATTEMPT_SECONDS = 2.0, 60.0
 """An attempt without an answer is given up after a fifth of `store.retry_seconds`, within these: 16 MiB at 280 kB/s."""
@@ -93,6 +94,19 @@ class Bucket:
             return []
         names = (entry.removeprefix(f"{path}/").rstrip("/") for entry in found)
         return [name for name in names if name]  # some servers list an emptied folder as its own content
+
+    def list_below(self, folder: str) -> Iterator[Stored]:
+        page: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._key(f"{folder}/")}
+        root = len(self._key(""))
+        while True:
+            answer = self._ask(partial(_call, "list_objects_v2", page))
+            now = _answered_at(answer)
+            for entry in answer.get("Contents", []):
+                age_seconds = (now - entry["LastModified"]).total_seconds()
+                yield Stored(entry["Key"][root:], entry["Size"], max(0.0, age_seconds))
+            if not answer.get("IsTruncated"):
+                return
+            page["ContinuationToken"] = answer["NextContinuationToken"]
 
     def delete(self, name: str) -> None:
         self._ask(lambda fs: fs._call_s3("delete_object", **self._target(name)))
@@ -237,6 +251,16 @@ class Bucket:
 
     def _path(self, name: str) -> str:
         return f"{self._bucket}/{self._key(name)}"
+
+
+async def _call(operation: str, arguments: dict[str, Any], fs: Any) -> Any:
+    return await fs._call_s3(operation, **arguments)
+
+
+def _answered_at(answer: dict[str, Any]) -> datetime:
+    """When the server answered, by its own clock, in whole seconds."""
+    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+    return parsedate_to_datetime(date) if date else datetime.now(UTC)
 
 
 async def _abort(bucket: str, key: str, upload_id: str, fs: Any) -> None:

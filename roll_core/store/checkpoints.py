@@ -13,24 +13,26 @@ from pathlib import Path
 from roll_core.errors import ArtifactDamaged
 from roll_core.store.medium import in_order
 from roll_core.store.object_store import AlreadyExists, ObjectStore
-from roll_core.store.runs import read_chain
+from roll_core.store.runs import read_chain, read_manifest
 from roll_core.store.sealed import create_sealed, read_record
 from roll_core.types.manifest import Manifest
-from roll_core.types.refs import ArtifactKind, CheckpointFile, CheckpointRef, record_json
+from roll_core.types.refs import ArtifactKind, CheckpointFile, CheckpointRef, ExportRef, record_json
 
 RECORDS_IN_FLIGHT = 16
 
 
-def upload_files(store: ObjectStore, folder: Path, files: list[Path]) -> list[CheckpointFile]:
-    """Put files of a checkpoint folder into the store by digest, named by their path in the folder."""
-    artifacts = store.put_files(files, ArtifactKind.CHECKPOINT_FILE)
+def upload_files(
+    store: ObjectStore, folder: Path, files: list[Path], kind: ArtifactKind = ArtifactKind.CHECKPOINT_FILE
+) -> list[CheckpointFile]:
+    """Put files of a folder into the store by digest, named by their path in the folder."""
+    artifacts = store.put_files(files, kind)
     names = [file.relative_to(folder).as_posix() for file in files]
     return [CheckpointFile(name=name, artifact=artifact) for name, artifact in zip(names, artifacts, strict=True)]
 
 
-def download_files(store: ObjectStore, checkpoint: CheckpointRef, folder: Path) -> None:
-    """Lay a checkpoint's files out again in a folder, each verified."""
-    store.get_files((file.artifact, folder / file.name) for file in checkpoint.files)
+def download_files(store: ObjectStore, stored: CheckpointRef | ExportRef, folder: Path) -> None:
+    """Lay stored files out again in a folder, each verified."""
+    store.get_files((file.artifact, folder / file.name) for file in stored.files)
 
 
 def record_checkpoint(store: ObjectStore, run_id: str, checkpoint: CheckpointRef) -> None:
@@ -69,8 +71,26 @@ def checkpoints_to_resume(store: ObjectStore, chain: Sequence[Manifest]) -> list
 
 
 def checkpoint_iterations(store: ObjectStore, run_id: str) -> list[int]:
-    """Iterations of a run after which it can be continued by others."""
-    return [checkpoint.iteration for checkpoint in checkpoints_of(store, read_chain(store, run_id))]
+    """Iterations of a run after which it can be continued by others: with a checkpoint that is not being retired.
+
+    Whoever is about to depend on one asks again once its own config is stored (`retention.py` says why).
+    """
+    chain = read_chain(store, run_id)
+    maker = {manifest.iteration: manifest.run_id for manifest in chain}
+    leaving = {
+        f"runs/{each}/retiring/{name}" for each in set(maker.values()) for name in store.list(f"runs/{each}/retiring")
+    }
+    found = checkpoints_of(store, chain)
+    return [each.iteration for each in found if mark_name(maker[each.iteration], each) not in leaving]
+
+
+def named_checkpoints(store: ObjectStore, run_id: str) -> list[CheckpointRef]:
+    """Every checkpoint a run's own records and manifests name, on its chain or not. Only a run that began with version 0.1.0
+    has any in its manifests: its first one tells."""
+    first = next(iter(store.list(f"runs/{run_id}/iterations")), None)
+    manifest = read_manifest(store, run_id, int(first.removesuffix(".json"))) if first else None
+    old = read_chain(store, run_id) if manifest is not None and manifest.checkpoint is not None else []
+    return [each.checkpoint for each in old if each.checkpoint is not None] + read_records(store, run_id)
 
 
 def _read_if_there(store: ObjectStore, name: str) -> CheckpointRef | None:
@@ -83,3 +103,8 @@ def _read_if_there(store: ObjectStore, name: str) -> CheckpointRef | None:
 
 def record_name(run_id: str, checkpoint: CheckpointRef) -> str:
     return f"runs/{run_id}/checkpoints/{checkpoint.iteration:08d}-{checkpoint.weights_digest[:12]}.json"
+
+
+def mark_name(run_id: str, checkpoint: CheckpointRef) -> str:
+    """What says that a checkpoint is about to go."""
+    return record_name(run_id, checkpoint).replace("/checkpoints/", "/retiring/")

@@ -2,13 +2,12 @@
 
 import contextlib
 import os
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 from roll_core.errors import StoreRefused
-from roll_core.store.medium import PART_SIZE, AlreadyExists
+from roll_core.store.medium import PART_SIZE, AlreadyExists, Stored
 
 PARTIAL = ".partial-"
 """In the name of a file that is being written: no reader looks at it."""
@@ -55,18 +54,33 @@ class Folder:
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
+    def list_below(self, folder: str) -> Iterator[Stored]:
+        if not (self._root / folder).is_dir():
+            return
+        now = self._now()
+        for path in (self._root / folder).rglob("*"):
+            with contextlib.suppress(FileNotFoundError):  # deleted or renamed meanwhile
+                found = path.stat()
+                if path.is_file() and PARTIAL not in path.name:
+                    yield Stored(path.relative_to(self._root).as_posix(), found.st_size, now - found.st_mtime)
+
     def delete(self, name: str) -> None:
         with self._refusals("write to", "writable"):
             (self._root / name).unlink(missing_ok=True)
 
     def remove_unfinished(self, older_than_seconds: float) -> int:
-        oldest_kept, removed = time.time() - older_than_seconds, 0
+        oldest_kept, removed = self._now() - older_than_seconds, 0
         for path in self._root.rglob(f"*{PARTIAL}*"):
             with contextlib.suppress(FileNotFoundError):  # its writer finished meanwhile
                 if path.stat().st_mtime < oldest_kept:
                     path.unlink()
                     removed += 1
         return removed
+
+    def _now(self) -> float:
+        """By the clock that stamps files, which on a network filesystem is not this machine's."""
+        with self._refusals("write to", "writable"), _partial_file(self._root / "clock", iter([])) as stamped:
+            return stamped.stat().st_mtime
 
     @contextlib.contextmanager
     def _refusals(self, doing: str, wanted: str) -> Iterator[None]:

@@ -4,8 +4,11 @@ from collections.abc import Sequence
 
 from roll_core.config.load import changed_config
 from roll_core.config.run import ForkedFrom, RunConfig, flat_config
+from roll_core.errors import ArtifactDamaged
+from roll_core.store.checkpoints import checkpoints_to_resume
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.runs import find_run, read_config
+from roll_core.types.manifest import Manifest
 from roll_core.types.refs import Record
 
 
@@ -23,6 +26,16 @@ def forked_config(store: ObjectStore, run_id: str, iteration: int, overrides: Se
     parent = read_config(find_run(store, run_id))
     forked = parent.model_copy(update={"forked_from": ForkedFrom(run_id=run_id, iteration=iteration)})
     return changed_config(forked, overrides, f"a fork of {run_id}")
+
+
+def refuse_without_origin(store: ObjectStore, chain: Sequence[Manifest], origin: ForkedFrom | None) -> None:
+    """A fork never goes on from before its fork: its parent's updates, made with its own config, would be others."""
+    if origin is None or checkpoints_to_resume(store, chain)[-1].iteration >= origin.iteration:
+        return
+    raise ArtifactDamaged(
+        f"forked_from.iteration: the checkpoint of {origin.run_id}@{origin.iteration} is no longer in {store.uri}: "
+        f"fork from another iteration, or restore runs/{origin.run_id}/checkpoints from a copy"
+    )
 
 
 def lineage(store: ObjectStore, config: RunConfig) -> list[Ancestor]:

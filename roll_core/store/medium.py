@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -18,6 +18,15 @@ PARTS_IN_FLIGHT = 4
 
 class AlreadyExists(Exception):
     """A conditional create found the name taken."""
+
+
+class Stored(NamedTuple):
+    """An object as a listing shows it. Example: Stored("objects/9f/86d081...", size=18433, age_seconds=42.0)"""
+
+    name: str
+    size: int
+    age_seconds: float
+    """Since it was last written, by the medium's own clock: writers and whoever asks may disagree about the time."""
 
 
 class Medium(Protocol):
@@ -36,6 +45,9 @@ class Medium(Protocol):
 
     def list(self, folder: str) -> list[str]:
         """Names directly in a folder as they are now, none if there is no such folder."""
+
+    def list_below(self, folder: str) -> Iterator[Stored]:
+        """Every object below a folder at any depth, in any order, a part of the listing at a time."""
 
     def delete(self, name: str) -> None:
         """Deleting what is not there is nothing, so that a delete can be repeated."""

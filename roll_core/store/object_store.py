@@ -4,6 +4,8 @@ Layout under the store's address:
     objects/9f/86d081...            artifacts, named by the digest of their bytes, shared by all runs
     runs/quickstart-3/config.json   what the run is
     runs/quickstart-3/iterations/   one manifest an iteration
+    runs/quickstart-3/checkpoints/  one record a checkpoint
+    runs/quickstart-3/exports/      one record a Hugging Face folder
 """
 
 import hashlib
@@ -16,7 +18,7 @@ from pathlib import Path
 from roll_core.config.services import RETRY_SECONDS
 from roll_core.errors import ArtifactDamaged, StoreRefused, StoreUnavailable, UserError
 from roll_core.store.folder import Folder
-from roll_core.store.medium import PART_SIZE, AlreadyExists, Medium, in_order, part_size
+from roll_core.store.medium import PART_SIZE, AlreadyExists, Medium, Stored, in_order, part_size
 from roll_core.store.memory import Memory
 from roll_core.types.refs import ArtifactKind, ArtifactRef, digest_of
 
@@ -67,6 +69,10 @@ class ObjectStore:
         """The bytes a ref names, verified; damaged or missing bytes are reported by name and never returned."""
         return b"".join(self._verified_parts(ref))
 
+    def make_young(self, ref: ArtifactRef) -> None:
+        """Write an artifact again, verified, as if it had been put now."""
+        self.put(self.get(ref), ref.kind)
+
     def get_file(self, ref: ArtifactRef, path: Path) -> None:
         """Lay the bytes a ref names down as a file, which appears when all of them are there and verified."""
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,6 +100,10 @@ class ObjectStore:
     def list(self, folder: str) -> Iterator[str]:
         """Names directly in a folder, sorted; none if there is no such folder."""
         yield from sorted(self._medium.list(folder))
+
+    def list_below(self, folder: str) -> Iterator[Stored]:
+        """Every object below a folder, with its size and its age by the store's own clock."""
+        return self._medium.list_below(folder)
 
     def delete(self, name: str) -> None:
         """Remove an object; nothing happens if it is not there."""

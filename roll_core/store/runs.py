@@ -31,6 +31,11 @@ def open_run(store: ObjectStore, config: RunConfig) -> RunRef:
         return RunRef(run_id=run_id, store_uri=store.uri, config_digest=digest_of(config_json))
 
 
+def give_back(store: ObjectStore, run: RunRef) -> None:
+    """Undo `open_run` for a run that is not going to begin."""
+    store.delete(_config_name(run.run_id))
+
+
 def find_run(store: ObjectStore, run_id: str, asked_by: str = "RUN") -> RunRef:
     """The run of that name; `asked_by` is the key or argument that named it."""
     try:
@@ -51,6 +56,17 @@ def read_config(run: RunRef) -> RunConfig:
     if digest_of(config_json) != run.config_digest:
         raise ArtifactDamaged(f"store: {name} in {run.store_uri} is not the config this run was opened with")
     return validate_config(_in_todays_words(json.loads(config_json)), name)
+
+
+def stored_config(store: ObjectStore, run_id: str) -> dict[str, Any]:
+    """A run's config as it was written, whatever version wrote it: for what has been in all of them. Empty for a folder that
+    holds no run yet, or none any more: while one is being opened, and after it was given back."""
+    try:
+        return json.loads(read_sealed(store, _config_name(run_id)))
+    except FileNotFoundError:
+        if not list(store.list(f"runs/{run_id}/iterations")):
+            return {}
+        raise ArtifactDamaged(f"store: {_config_name(run_id)} is missing from {store.uri}: restore it from a copy") from None
 
 
 def _in_todays_words(config: dict[str, Any]) -> dict[str, Any]:

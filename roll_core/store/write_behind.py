@@ -28,6 +28,7 @@ class WriteBehind:
         self._used = 0
         self._changed = threading.Condition()
         self._on_the_way: dict[str, Future[None]] = {}
+        self._put_here: set[str] = set()
         self._failure: RollError | None = None
         self._uploads = ThreadPoolExecutor(FILES_IN_FLIGHT, "write-behind")
         folder.mkdir(parents=True, exist_ok=True)
@@ -40,6 +41,7 @@ class WriteBehind:
             self._changed.wait_for(lambda: self._failure or not self._used or self._used + ref.size <= self._max_bytes)
             if self._failure:
                 raise self._failure
+            self._put_here.add(ref.digest)
             if ref.digest in self._on_the_way:
                 return ref
             self._used += ref.size
@@ -49,8 +51,15 @@ class WriteBehind:
         return ref
 
     def wait(self, refs: Iterable[ArtifactRef], seconds: float) -> None:
-        """Until these are stored; those that were not put here, or long ago, are. Raises why one could not be."""
+        """Until these are stored. Raises why one could not be.
+
+        One that an earlier process put may be of any age and named by no manifest yet: it is written again, before garbage
+        collection takes it for what nobody needs.
+        """
         for ref in refs:
+            if ref.digest not in self._put_here:
+                self._store.make_young(ref)
+                self._put_here.add(ref.digest)
             upload = self._on_the_way.get(ref.digest)
             try:
                 if upload is not None:

@@ -35,6 +35,7 @@ def record_digest(record: Record) -> str:
 class ArtifactKind(StrEnum):
     TRAJECTORIES = "trajectories"
     CHECKPOINT_FILE = "checkpoint-file"
+    EXPORT_FILE = "export-file"
 
 
 class ArtifactRef(Record):
@@ -49,7 +50,7 @@ class ArtifactRef(Record):
 
 
 class CheckpointFile(Record):
-    """One file of a checkpoint folder, by its name there.
+    """One file of a checkpoint's or an export's folder, by its name there.
 
     Example: CheckpointFile(name="__0_0.distcp", artifact=ArtifactRef(...))
     """
@@ -68,6 +69,22 @@ class CheckpointRef(Record):
     weights_version: int
     weights_digest: str = ""
     """That of the iteration's manifest; "" in those of version 0.1.0, which manifests named themselves."""
+    files: tuple[CheckpointFile, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(file.artifact.size for file in self.files)
+
+
+class ExportRef(Record):
+    """The policy after an iteration as a Hugging Face folder: safetensors, config, tokenizer.
+
+    Example: ExportRef(iteration=40, weights_digest="77d0...", files=(CheckpointFile(name="config.json", ...), ...))
+    """
+
+    iteration: int
+    weights_digest: str
+    """That of the iteration's manifest."""
     files: tuple[CheckpointFile, ...]
 
     @property

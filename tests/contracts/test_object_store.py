@@ -186,12 +186,41 @@ def test_a_listing_shows_what_another_writer_did_since_the_last_one(store, uri):
     assert list(store.list("iterations")) == ["1"]
 
 
+def test_everything_below_a_folder_is_listed_with_its_size(store):
+    store.create("runs/a/config.json", b"{}")
+    store.create("runs/a/iterations/0.json", b"12345")
+    store.create("runs/ab/config.json", b"")
+    assert {(found.name, found.size) for found in store.list_below("runs/a")} == {
+        ("runs/a/config.json", 2),
+        ("runs/a/iterations/0.json", 5),
+    }
+    assert len(list(store.list_below("runs"))) == 3
+    assert list(store.list_below("nowhere")) == []
+
+
+def ages(store: ObjectStore) -> dict[str, float]:
+    return {found.name: found.age_seconds for found in store.list_below("objects")}
+
+
+def test_an_object_grows_older_until_it_is_put_again(store):
+    put_once, put_again = store.put(b"once", KIND), store.put(b"again", KIND)
+    assert all(0.0 <= age < 600.0 for age in ages(store).values())
+    deadline = time.monotonic() + 60
+    while min(ages(store).values()) < 2.0:  # some servers stamp whole seconds
+        assert time.monotonic() < deadline, "nothing grows older"
+        time.sleep(0.1)
+    store.put(b"again", KIND)
+    now = ages(store)
+    assert now[object_name(put_again)] < now[object_name(put_once)]
+
+
 def test_a_long_listing_is_complete(store):
     names = [f"{number:08d}.json" for number in range(1100)]
     for name in names[:-1]:
         store._medium.write(f"iterations/{name}", iter([b""]), 0)
     store.create(f"iterations/{names[-1]}", b"")
     assert list(store.list("iterations")) == names
+    assert sorted(found.name for found in store.list_below("iterations")) == [f"iterations/{name}" for name in names]
 
 
 def test_of_sixteen_writers_racing_for_one_name_exactly_one_wins(store):
@@ -271,6 +300,7 @@ def test_a_half_written_file_is_invisible_and_swept_when_it_is_old(tmp_path):
     torn = tmp_path / "iterations/1.partial-abc"
     torn.write_bytes(b"torn")
     assert list(store.list("iterations")) == ["0"]
+    assert [found.name for found in store.list_below("iterations")] == ["iterations/0"]
     assert store.remove_unfinished(older_than_seconds=60) == 0
     os.utime(torn, (time.time() - 120, time.time() - 120))
     assert store.remove_unfinished(older_than_seconds=60) == 1

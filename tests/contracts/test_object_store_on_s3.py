@@ -105,6 +105,7 @@ def test_every_operation_survives_failures_that_pass(store, proxy, tmp_path, fau
     with_fault(lambda: store.get_file(ref, tmp_path / "out"))
     with_fault(lambda: store.create("runs/a/config.json", b"{}"))
     assert with_fault(lambda: list(store.list("runs/a"))) == ["config.json"]
+    assert with_fault(lambda: [found.name for found in store.list_below("runs")]) == ["runs/a/config.json"]
     assert with_fault(lambda: store.read("runs/a/config.json")) == b"{}"
     with_fault(lambda: store.delete("runs/a/config.json"))
     assert list(store.list("runs/a")) == []

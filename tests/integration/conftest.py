@@ -72,11 +72,15 @@ class Workspace:
             raise
         return subprocess.CompletedProcess(process.args, process.returncode, output)
 
+    @property
+    def store(self) -> ObjectStore:
+        return ObjectStore(f"file://{self.folder}/roll-data/store")
+
     def chain(self, run_id: str = "tiny-1") -> list[Manifest]:
-        return read_chain(ObjectStore(f"file://{self.folder}/roll-data/store"), run_id)
+        return read_chain(self.store, run_id)
 
     def checkpoints(self, run_id: str = "tiny-1") -> list[CheckpointRef]:
-        return checkpoints_of(ObjectStore(f"file://{self.folder}/roll-data/store"), self.chain(run_id))
+        return checkpoints_of(self.store, self.chain(run_id))
 
     def wait_for_iteration(self, iteration: int, run_id: str = "tiny-1") -> None:
         manifest = self.folder / f"roll-data/store/runs/{run_id}/iterations/{iteration:08d}.json"

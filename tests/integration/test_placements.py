@@ -3,6 +3,7 @@
 import pytest
 
 from flows.control_plane import free_port
+from roll_core.store.exports import read_exports
 
 
 def test_two_sharded_ranks_and_two_engines_of_their_own_with_every_signal(workspace):
@@ -24,6 +25,8 @@ def test_two_sharded_ranks_and_two_engines_of_their_own_with_every_signal(worksp
     )  # the run began there; seen from the other side
     assert first["update/kl_to_sampler"] == pytest.approx(first["update/kl_to_anchor"], rel=1e-3)
     assert last["update/kl_to_reference"] > last["update/kl_to_anchor"]
+    (exported,) = read_exports(workspace.store, "tiny-1")
+    assert exported.weights_digest == chain[-1].weights_digest  # gathered from both ranks, compared when it was written
     assert len(workspace.checkpoints()[-1].files) == 4  # one of each rank, the metadata, and the state of credit
 
 

@@ -1,23 +1,31 @@
-"""Updates made again are the same to the bit, and a fork goes on from where its parent was."""
+"""Updates made again are the same to the bit, a fork goes on from where its parent was, a policy leaves as a folder; and for
+all of that it is enough what a run keeps that retires checkpoints."""
+
+from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from safetensors import safe_open
 
+from roll_core.store.exports import read_exports
+from roll_core.store.garbage import needed_objects
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.rollouts import decode_trajectories, encode_trajectories
-from roll_core.types.refs import record_digest
+from roll_core.types.refs import ArtifactKind, digest_of, record_digest
 from tests.integration.conftest import Workspace, os
 
-SETTINGS = ["--set", "iterations=4", "--set", "checkpoint.every=2"]
+KEEPING = "checkpoint={every: 1, keep_last: 1, keep_every: 2}"
+SETTINGS = ["--set", "iterations=4", "--set", KEEPING, "--set", "store.grace_minutes=0"]
 
 
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory, prefect_home) -> Workspace:
-    """tiny-1: four iterations, checkpoints after 0, 2 and 4."""
+    """tiny-1: four iterations, a checkpoint after each, of which those of 1 and 3 are let go."""
     folder = tmp_path_factory.mktemp("parent")
     workspace = Workspace(folder, os.environ | {"PREFECT_HOME": str(prefect_home), "COLUMNS": "160"})
     done = workspace.roll("run", str(workspace.config), *SETTINGS)
     assert done.returncode == 0, done.stdout
+    assert "export   roll export tiny-1@4 FOLDER" in done.stdout
     return workspace
 
 
@@ -75,12 +83,61 @@ def test_a_fork_with_changes_goes_its_own_way_and_says_whose_child_it_is(parent)
     assert "faster-1" in {run.info.run_name for run in runs}
 
 
+def objects(workspace: Workspace) -> set[str]:
+    return {stored.name for stored in workspace.store.list_below("objects")}
+
+
+def weights_in(folder: Path) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for shard in folder.glob("*.safetensors"):
+        with safe_open(shard, "numpy") as file:
+            found |= {name: digest_of(file.get_tensor(name).tobytes()) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def test_checkpoints_are_those_of_the_policy_and_their_files_are_gone(parent):
+    assert [checkpoint.iteration for checkpoint in parent.checkpoints()] == [0, 2, 4]
+    assert objects(parent) == needed_objects(parent.store)
+
+
+def test_gc_says_what_it_would_remove_removes_it_and_then_finds_nothing(parent):
+    lost = parent.store.put(b"nobody's", ArtifactKind.TRAJECTORIES)
+    spared = parent.roll("gc", "--older-than", "60")
+    assert (spared.returncode, spared.stdout.splitlines()[0][:21]) == (0, "0 objects, 0.0 MB, th"), spared.stdout
+    looked = parent.roll("gc", "--dry-run")
+    assert looked.stdout.startswith("1 objects, 0.0 MB"), looked.stdout
+    assert parent.store.get(lost) == b"nobody's"
+    done = parent.roll("gc")
+    assert "1 objects" in done.stdout, done.stdout
+    assert objects(parent) == needed_objects(parent.store)
+    assert parent.roll("gc").stdout.startswith("0 objects")
+
+
+def test_the_last_policy_is_copied_from_the_store_and_an_earlier_one_is_written_by_roles(parent):
+    assert [export.iteration for export in read_exports(parent.store, "tiny-1")] == [4]
+    copied = parent.roll("export", "tiny-1", "last")
+    assert (copied.returncode, copied.stdout) == (0, "the policy of tiny-1@4 is in last\n")
+    written = parent.roll("export", "tiny-1@2", "middle")
+    assert (written.returncode, written.stdout) == (0, "the policy of tiny-1@2 is in middle\n")
+    last, middle = weights_in(parent.folder / "last"), weights_in(parent.folder / "middle")
+    assert last.keys() == middle.keys()
+    assert last != middle
+    assert {"config.json", "tokenizer.json"} <= {path.name for path in (parent.folder / "middle").iterdir()}
+    assert list(parent.folder.glob("*.partial-*")) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["fork", "tiny-1@3"], "forked_from.iteration: tiny-1 has no checkpoint of iteration 3; it has [0, 2, 4]"),
         (["fork", "tiny-1@4"], "iterations (4) must be above forked_from.iteration (4)"),
         (["fork", "tiny-1@2", "--set", "model.hidden_size=32"], "model: a fork of tiny-1 goes on with its model"),
+        (["export", "tiny-1@3", "out"], "RUN@ITERATION: tiny-1 has no checkpoint of iteration 3; it has [0, 2, 4]"),
+        (["export", "tiny-1@99", "out"], "RUN@ITERATION: tiny-1 has no checkpoint of iteration 99; it has [0, 2, 4]"),
+        (["export", "tiny-1@x", "out"], "RUN@ITERATION: 'tiny-1@x' is not one"),
+        (["export", "tiny-1", "."], "FOLDER: . is there already: name a new one, or empty it"),
+        (["export", "tiny-1", "tiny.yaml/x"], "FOLDER: cannot write to tiny.yaml/x"),
+        (["gc", "--store", "elsewhere"], "there is no run in"),
         (["fork", "tiny-9@2"], "there is no run 'tiny-9'"),
         (["replay", "tiny-1@9"], "RUN@ITERATION: tiny-1 has iterations 1 to 4 to replay, not 9"),
         (["replay", "tiny-1"], "RUN@ITERATION: 'tiny-1' is not one; write it like quickstart-1@12"),

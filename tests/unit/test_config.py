@@ -51,6 +51,10 @@ def test_every_run_file_loads_and_overrides_at_most_twenty_lines(path):
         ("rollout.temperature=0", "rollout.temperature must be above 0"),
         ("placement.engines=[1]", "placement.engines names device 1, but cluster.nodes (1) x cluster.devices_per_node (1)"),
         ("placement.trainer=0-x", "placement.trainer: '0-x' is not a list of devices"),
+        (
+            "checkpoint.keep_best=2",
+            "checkpoint: keep_every and keep_best name checkpoints to keep beside the last ones: set",
+        ),
         ("name=a/b", "name ('a/b') may hold letters, digits"),
         ("model.num_heads=5", "model: hidden_size (96) must be a multiple of num_heads (5)"),
         ("algorithm.clip_low=1.5", "algorithm: clip_low (1.5) must be below 1"),

@@ -1,13 +1,14 @@
 """The spool between a run and its store: bounded, whole, and never the only place that a commit relies on."""
 
+import os
 import threading
 
 import pytest
 
-from roll_core.errors import DeadlineExceeded, StoreUnavailable
-from roll_core.store.object_store import ObjectStore
+from roll_core.errors import ArtifactDamaged, DeadlineExceeded, StoreUnavailable
+from roll_core.store.object_store import ObjectStore, object_name
 from roll_core.store.write_behind import WriteBehind
-from roll_core.types.refs import ArtifactKind, digest_of
+from roll_core.types.refs import ArtifactKind, ArtifactRef, digest_of
 
 KIND = ArtifactKind.TRAJECTORIES
 
@@ -102,3 +103,18 @@ def test_what_a_killed_process_left_is_stored_by_the_next_and_half_of_it_is_not(
     assert after.store_leftovers() == 1
     assert store.get(ref) == b"rollouts"
     assert names(tmp_path) == []
+
+
+def test_what_an_earlier_process_stored_is_young_again_when_a_commit_is_about_to_name_it(store, spool, tmp_path):
+    store.gate.set()
+    ref = store.put(b"rollouts", KIND)
+    path = tmp_path / "store" / object_name(ref)
+    os.utime(path, (0, 0))
+    spool.wait([ref], 30.0)
+    assert path.stat().st_mtime > 0
+
+
+def test_what_was_collected_as_garbage_before_a_commit_could_name_it_is_missed_before_the_commit(store, spool):
+    ref = ArtifactRef(kind=KIND, digest=digest_of(b"rollouts"), size=8)
+    with pytest.raises(ArtifactDamaged, match=f"{object_name(ref)} is missing"):
+        spool.wait([ref], 30.0)

@@ -1,0 +1,34 @@
+"""export: a policy as a Hugging Face folder, into the store at the end of a run or into a folder on demand."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roll_core.errors import ArtifactDamaged
+from roll_core.store.checkpoints import checkpoints_to_resume
+from roll_core.store.exports import find_export
+from roll_core.store.object_store import ObjectStore
+from roll_core.types.manifest import Manifest, Receipt
+from tasks.durability import state_changing
+from tasks.services import Services
+
+if TYPE_CHECKING:
+    from roll_core.roles.fleet import Fleet
+
+
+@state_changing("store export {manifest.iteration}")
+def store_export(manifest: Manifest, services: Services) -> Receipt:
+    """The last policy, unless a leg before this one has stored it."""
+    stored = find_export(services.store, manifest) or services.fleet.store_export(manifest)
+    return Receipt(metrics={"export/megabytes": stored.size / 1e6} if stored else {})
+
+
+@state_changing("export")
+def write_export(chain: list[Manifest], store: ObjectStore, folder: Path, fleet: "Fleet") -> Receipt:
+    """The policy of a chain's last manifest, which has a checkpoint."""
+    checkpoints = checkpoints_to_resume(store, chain)
+    assert checkpoints[-1].iteration == chain[-1].iteration, "exported from a checkpoint, not from a replay"
+    fleet.restore(checkpoints[-1], checkpoints[0])
+    digest, committed = fleet.export(folder), chain[-1].weights_digest
+    if committed and digest != committed:
+        raise ArtifactDamaged(f"the policy in {folder} is {digest[:12]}, and {committed[:12]} was committed: do not use it")
+    return Receipt()

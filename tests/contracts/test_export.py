@@ -1,0 +1,122 @@
+"""An exported policy is, to Hugging Face, the policy that was trained: its weights to the bit, its tokens, its config."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from roll_core.config.model import Architecture, PretrainedModel, ScratchModel
+from roll_core.models import characters
+from roll_core.models.export import write_folder
+from roll_core.rollout.renderer import CharacterRenderer, build_renderer
+from roll_core.training.learner import Learner
+from roll_core.types.trajectory import Message, Speaker
+from tests.support import tiny_config, trajectory
+
+SMALL_SHARD = 30_000
+"""About a tenth of the tiny model; less than one of its tensors."""
+TEXT = "".join(characters.CHARACTERS) + "sort 3 1 2 =\n\n  <eos><pad>"
+
+
+def learned(folder: Path, model: dict[str, object]) -> Learner:
+    """A policy that is not the one it started as."""
+    learner = Learner(tiny_config(folder, model=model), rank=0, num_ranks=1, device=torch.device("cpu"))
+    before = [tensor.clone() for _, tensor in learner.weights()]
+    trajectories = [trajectory(group, attempt, float(attempt % 2)) for group in range(4) for attempt in range(4)]
+    learner.update(learner.prepare(trajectories), 1)
+    assert not all(torch.equal(a, b) for a, (_, b) in zip(before, learner.weights(), strict=True))
+    return learner
+
+
+@pytest.fixture(params=list(Architecture))
+def model(request) -> ScratchModel:
+    return ScratchModel(architecture=request.param, max_positions=32)
+
+
+@pytest.fixture
+def exported(model, tmp_path) -> tuple[Learner, Path]:
+    learner = learned(tmp_path, model.model_dump())
+    write_folder(model, learner.weights(), tmp_path / "exported")
+    return learner, tmp_path / "exported"
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([characters.encode("sort 312=")])).logits
+
+
+def test_weights_and_logits_are_those_of_the_policy_to_the_bit(exported):
+    learner, folder = exported
+    loaded = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    ours, theirs = dict(learner.weights()), dict(loaded.named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert theirs[name].dtype == tensor.dtype
+        assert torch.equal(theirs[name], tensor), name
+    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    assert torch.equal(logits(loaded), logits(learner._policy._scorer.model))
+
+
+def test_the_tokenizer_has_the_ids_and_the_text_of_the_one_the_policy_was_trained_with(exported):
+    _, folder = exported
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    assert tuple(tokenizer(TEXT)["input_ids"]) == characters.encode(TEXT)
+    assert tokenizer.decode(characters.encode(TEXT)) == TEXT
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (characters.EOS, characters.PAD)
+    completion = CharacterRenderer().completion("1 2 3")
+    assert tokenizer.decode([*completion, characters.PAD], skip_special_tokens=True) == "1 2 3"
+    with pytest.raises(Exception, match="WordLevel"):
+        tokenizer("\N{SNOWMAN}")
+
+
+def test_a_chat_is_rendered_as_the_policy_saw_it(exported):
+    _, folder = exported
+    messages = (Message(Speaker.USER, "sort 312"), Message(Speaker.USER, "=\n"))
+    assert build_renderer(PretrainedModel(path=str(folder))).prompt(messages) == CharacterRenderer().prompt(messages)
+
+
+def test_generation_ends_where_the_policy_does(exported):
+    generation = GenerationConfig.from_pretrained(exported[1], local_files_only=True)
+    assert (generation.eos_token_id, generation.pad_token_id) == (characters.EOS, characters.PAD)
+
+
+def test_shards_are_bounded_and_together_the_same_model(model, exported, tmp_path):
+    learner, _ = exported
+    write_folder(model, learner.weights(), tmp_path / "cut", SMALL_SHARD)
+    shards = sorted((tmp_path / "cut").glob("*.safetensors"))
+    assert shards[0].name == f"model-00001-of-{len(shards):05d}.safetensors"
+    assert len(shards) > 3
+    for shard in shards:
+        with safe_open(shard, "pt") as file:
+            sizes = [file.get_tensor(name).nbytes for name in file.keys()]  # noqa: SIM118
+        assert sum(sizes) <= SMALL_SHARD or len(sizes) == 1
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "cut", local_files_only=True)
+    for name, tensor in loaded.named_parameters():
+        assert torch.equal(tensor, dict(learner.weights())[name])
+
+
+def test_a_pretrained_model_keeps_its_own_config_tokenizer_and_generation_settings(exported, tmp_path):
+    _, folder = exported
+    GenerationConfig(eos_token_id=[characters.EOS, 5], pad_token_id=characters.PAD, max_new_tokens=7).save_pretrained(folder)
+    pretrained = PretrainedModel(path=str(folder), max_positions=32)
+    learner = learned(tmp_path, pretrained.model_dump())
+    write_folder(pretrained, learner.weights(), tmp_path / "again")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again", local_files_only=True)
+    for name, tensor in loaded.named_parameters():
+        assert torch.equal(tensor, dict(learner.weights())[name])
+    assert loaded.generation_config.max_new_tokens == 7
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "again", local_files_only=True)
+    assert tuple(tokenizer(TEXT)["input_ids"]) == characters.encode(TEXT)
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(folder, local_files_only=True).chat_template
+
+
+def test_half_precision_weights_of_a_pretrained_model_are_exported_as_they_were_trained(exported, tmp_path):
+    """Training keeps float32 whatever the folder held; the config must not make readers round them."""
+    learner, folder = exported
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "half")
+    write_folder(PretrainedModel(path=str(tmp_path / "half")), learner.weights(), tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
+    assert torch.equal(logits(loaded), logits(learner._policy._scorer.model))

@@ -1,0 +1,83 @@
+"""Runs as they lie in a store, made by hand: committed iterations, checkpoints, exports, and objects of any age."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from roll_core.store.checkpoints import record_checkpoint
+from roll_core.store.exports import record_export
+from roll_core.store.object_store import ObjectStore
+from roll_core.store.runs import commit, open_run, read_chain
+from roll_core.types.manifest import NO_PARENT, Evaluated, Manifest
+from roll_core.types.refs import ArtifactKind, CheckpointFile, CheckpointRef, ExportRef, record_digest
+from tests.support import tiny_config
+
+
+class StoredRuns:
+    """A store in a folder, whose files can be made old."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.store = ObjectStore(f"file://{folder}/store")
+
+    def open(self, **sections: Any) -> str:
+        return open_run(self.store, tiny_config(self.folder, iterations=99, **sections)).run_id
+
+    def commit(self, run_id: str, upto: int, accuracies: dict[int, float] | None = None) -> None:
+        """Iterations up to one, each evaluated on rollouts of its own, or only those with an accuracy if some are given."""
+        chain = read_chain(self.store, run_id)
+        for iteration in range(len(chain), upto + 1):
+            accuracy = 0.5 if accuracies is None else accuracies.get(iteration)
+            chain.append(self._manifest(run_id, iteration, chain, accuracy))
+            commit(self.store, chain[-1])
+
+    def checkpoint(self, run_id: str, iteration: int, weights: str = "") -> CheckpointRef:
+        """Two files: its own, and one that is the same in all checkpoints of all runs."""
+        contents = {"__0_0.distcp": f"{run_id} {iteration} {weights}".encode(), ".metadata": b"shapes"}
+        files = (
+            CheckpointFile(name=name, artifact=self.store.put(data, ArtifactKind.CHECKPOINT_FILE))
+            for name, data in contents.items()
+        )
+        digest = weights or weights_digest(run_id, iteration)
+        checkpoint = CheckpointRef(iteration=iteration, weights_version=iteration, weights_digest=digest, files=tuple(files))
+        record_checkpoint(self.store, run_id, checkpoint)
+        return checkpoint
+
+    def export(self, run_id: str, iteration: int) -> ExportRef:
+        artifact = self.store.put(f"config of {run_id} {iteration}".encode(), ArtifactKind.EXPORT_FILE)
+        file = CheckpointFile(name="config.json", artifact=artifact)
+        export = ExportRef(iteration=iteration, weights_digest=weights_digest(run_id, iteration), files=(file,))
+        record_export(self.store, run_id, export)
+        return export
+
+    def make_all_old(self, seconds: float = 7200.0) -> None:
+        for path in (self.folder / "store").rglob("*"):
+            if path.is_file():
+                then = path.stat().st_mtime - seconds
+                os.utime(path, (then, then))
+
+    def objects(self) -> set[str]:
+        return {stored.name for stored in self.store.list_below("objects")}
+
+    def _manifest(self, run_id: str, iteration: int, chain: list[Manifest], accuracy: float | None) -> Manifest:
+        rollouts = self.store.put(f"rollouts of {run_id} {iteration}".encode(), ArtifactKind.TRAJECTORIES)
+        evaluated = Evaluated(weights_version=iteration, num_problems=8, accuracy=accuracy or 0.0, trajectories=rollouts)
+        return Manifest(
+            run_id=run_id,
+            iteration=iteration,
+            parent=record_digest(chain[-1]) if chain else NO_PARENT,
+            config_digest="",
+            leg=1,
+            weights_version=iteration,
+            weights_digest=weights_digest(run_id, iteration),
+            next_problem=0,
+            collected=None,
+            evaluated=None if accuracy is None else evaluated,
+            metrics={},
+            timings={},
+            committed_at="",
+        )
+
+
+def weights_digest(run_id: str, iteration: int) -> str:
+    return f"{iteration:06d}{run_id:>58}".replace(" ", "0")

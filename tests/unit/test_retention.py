@@ -1,0 +1,279 @@
+"""Which checkpoints stay by policy, and that none goes which somebody needs, whoever is faster."""
+
+import threading
+
+import pytest
+
+from roll_core.config.run import ForkedFrom
+from roll_core.config.services import CheckpointConfig
+from roll_core.errors import ArtifactDamaged, UserError
+from roll_core.planning.preflight import check_origins
+from roll_core.roles.fleet import Fleet
+from roll_core.store import retention
+from roll_core.store.checkpoints import (
+    checkpoint_iterations,
+    checkpoints_of,
+    mark_name,
+    read_records,
+    record_checkpoint,
+    record_name,
+)
+from roll_core.store.fork import refuse_without_origin
+from roll_core.store.object_store import object_name
+from roll_core.store.retention import Place, needed_places, retire, retired
+from roll_core.store.runs import commit, find_run, read_chain
+from roll_core.types.refs import CheckpointRef
+from tasks.runs import _claim
+from tests.stored_runs import StoredRuns, weights_digest
+from tests.support import tiny_config
+
+HOUR = 3600.0
+LAST = CheckpointConfig(keep_last=1)
+
+
+@pytest.fixture
+def runs(tmp_path) -> StoredRuns:
+    return StoredRuns(tmp_path)
+
+
+@pytest.fixture
+def parent(runs) -> StoredRuns:
+    """tiny-1: iterations 0 to 8, a checkpoint after every second, all of them old."""
+    runs.open()
+    runs.commit("tiny-1", 8)
+    for iteration in range(0, 9, 2):
+        runs.checkpoint("tiny-1", iteration)
+    runs.make_all_old()
+    return runs
+
+
+def left(runs: StoredRuns, run_id: str = "tiny-1") -> list[int]:
+    return [checkpoint.iteration for checkpoint in read_records(runs.store, run_id)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "stay"),
+    [
+        (CheckpointConfig(), [0, 2, 4, 6, 8]),
+        (CheckpointConfig(keep_last=1), [0, 8]),
+        (CheckpointConfig(keep_last=2), [0, 6, 8]),
+        (CheckpointConfig(keep_last=99), [0, 2, 4, 6, 8]),
+        (CheckpointConfig(keep_last=1, keep_every=4), [0, 4, 8]),
+        (CheckpointConfig(keep_last=1, keep_best=1), [0, 4, 8]),
+        (CheckpointConfig(keep_last=1, keep_best=2), [0, 2, 4, 8]),
+        (CheckpointConfig(keep_last=1, keep_best=9), [0, 2, 4, 6, 8]),
+    ],
+    ids=str,
+)
+def test_a_policy_keeps_the_last_the_multiples_and_the_best(runs, policy, stay):
+    """4 and 2 are equally good, and the later counts first; 3 is the best and has no checkpoint."""
+    runs.open()
+    runs.commit("tiny-1", 8, {0: 0.1, 2: 0.7, 3: 0.9, 4: 0.7, 6: 0.6, 8: 0.2})
+    checkpoints = [runs.checkpoint("tiny-1", iteration) for iteration in range(0, 9, 2)]
+    gone = retired(checkpoints, read_chain(runs.store, "tiny-1"), policy, needed=())
+    assert [each.iteration for each in checkpoints if each not in gone] == stay
+
+
+def test_what_was_never_evaluated_is_not_among_the_best(runs):
+    runs.open()
+    runs.commit("tiny-1", 6, {2: 0.1})
+    checkpoints = [runs.checkpoint("tiny-1", iteration) for iteration in (0, 2, 4, 6)]
+    gone = retired(checkpoints, read_chain(runs.store, "tiny-1"), CheckpointConfig(keep_last=1, keep_best=3), needed=())
+    assert [each.iteration for each in gone] == [4]
+
+
+def test_retired_checkpoints_go_with_their_files_but_for_those_that_others_share(parent):
+    own = {c.iteration: object_name(c.files[0].artifact) for c in read_records(parent.store, "tiny-1")}
+    shared = object_name(read_records(parent.store, "tiny-1")[0].files[1].artifact)
+    before = parent.objects()
+    assert [each.iteration for each in retire(parent.store, "tiny-1", LAST, HOUR)] == [2, 4, 6]
+    assert left(parent) == [0, 8]
+    assert before - parent.objects() == {own[2], own[4], own[6]}
+    assert shared in parent.objects()
+    assert list(parent.store.list("runs/tiny-1/retiring")) == []
+    assert retire(parent.store, "tiny-1", LAST, HOUR) == []
+
+
+def test_a_young_checkpoint_stays_whatever_the_policy(parent):
+    parent.commit("tiny-1", 12)
+    parent.checkpoint("tiny-1", 10)
+    parent.checkpoint("tiny-1", 12)
+    retire(parent.store, "tiny-1", LAST, HOUR)
+    assert left(parent) == [0, 10, 12]
+
+
+def test_one_whose_iteration_is_not_committed_yet_neither_goes_nor_counts_as_the_newest(parent):
+    parent.checkpoint("tiny-1", 10)
+    parent.make_all_old()
+    retire(parent.store, "tiny-1", LAST, HOUR)
+    assert left(parent) == [0, 8, 10]
+
+
+def test_what_a_leg_recorded_that_lost_its_iteration_goes(parent):
+    parent.checkpoint("tiny-1", 8, weights="f" * 64)
+    parent.make_all_old()
+    retire(parent.store, "tiny-1", CheckpointConfig(keep_last=99), HOUR)
+    assert [each.weights_digest for each in read_records(parent.store, "tiny-1") if each.iteration == 8] == [
+        weights_digest("tiny-1", 8)
+    ]
+
+
+def test_bytes_that_somebody_has_just_put_again_stay_though_their_record_goes(parent):
+    """A fork that made the same checkpoint has its files stored, and its record not yet."""
+    again = read_records(parent.store, "tiny-1")[2].files[0].artifact
+    parent.store.make_young(again)
+    retire(parent.store, "tiny-1", LAST, HOUR)
+    assert left(parent) == [0, 8]
+    assert object_name(again) in parent.objects()
+
+
+def test_files_that_a_checkpoint_of_another_run_names_stay(parent):
+    other = parent.open(name="other")
+    parent.commit(other, 4)
+    theirs = read_records(parent.store, "tiny-1")[2].model_copy(update={"weights_digest": weights_digest(other, 4)})
+    record_checkpoint(parent.store, other, theirs)
+    parent.make_all_old()
+    retire(parent.store, "tiny-1", LAST, HOUR)
+    assert left(parent) == [0, 8]
+    assert {object_name(file.artifact) for file in theirs.files} <= parent.objects()
+
+
+def test_files_that_a_manifest_of_version_0_1_0_names_stay(parent):
+    old = parent.open(name="old")
+    named = read_records(parent.store, "tiny-1")[2]
+    chain = read_chain(parent.store, "tiny-1")
+    commit(parent.store, chain[0].model_copy(update={"run_id": old, "checkpoint": named}))
+    parent.make_all_old()
+    retire(parent.store, "tiny-1", LAST, HOUR)
+    assert {object_name(file.artifact) for file in named.files} <= parent.objects()
+
+
+def test_where_a_fork_left_and_who_teaches_stays(parent):
+    parent.open(name="child", forked_from={"run_id": "tiny-1", "iteration": 4})
+    teachers = [{"kind": "run", "run_id": "tiny-1", "iteration": 6}]
+    parent.open(name="pupil", algorithm={"kind": "distillation", "teachers": teachers})
+    retire(parent.store, "tiny-1", LAST, HOUR)
+    assert left(parent) == [0, 4, 6, 8]
+
+
+def test_a_fork_of_a_fork_may_need_the_grandparents_checkpoint(parent):
+    parent.open(name="child", forked_from={"run_id": "tiny-1", "iteration": 6})
+    parent.open(name="grandchild", forked_from={"run_id": "child-1", "iteration": 2})
+    assert needed_places(parent.store) == {Place("tiny-1", 6), Place("tiny-1", 2)}
+    retire(parent.store, "tiny-1", LAST, HOUR)
+    assert left(parent) == [0, 2, 6, 8]
+
+
+def test_a_fork_retires_its_own_and_never_its_parents(parent):
+    child = parent.open(name="child", forked_from={"run_id": "tiny-1", "iteration": 4})
+    parent.commit(child, 10)
+    for iteration in (6, 8, 10):
+        parent.checkpoint(child, iteration)
+    parent.make_all_old()
+    assert [each.iteration for each in retire(parent.store, child, LAST, HOUR)] == [6, 8]
+    assert left(parent) == [0, 2, 4, 6, 8]
+    assert [c.iteration for c in checkpoints_of(parent.store, read_chain(parent.store, child))] == [0, 2, 4, 10]
+
+
+def test_a_fork_opened_while_its_origin_is_being_marked_keeps_it(parent, monkeypatch):
+    """The config is stored after the first look into configs, and before the second."""
+    look, looks = retention.needed_places, []
+
+    def look_then_open(store):
+        if looks:
+            return look(store)
+        looks.append(look(store))
+        parent.open(name="child", forked_from={"run_id": "tiny-1", "iteration": 4})
+        return looks[0]
+
+    monkeypatch.setattr(retention, "needed_places", look_then_open)
+    assert [each.iteration for each in retire(parent.store, "tiny-1", LAST, HOUR)] == [2, 6]
+    assert left(parent) == [0, 4, 8]
+    assert checkpoint_iterations(parent.store, "tiny-1") == [0, 4, 8]
+
+
+def test_a_fork_that_finds_the_mark_once_it_is_opened_is_refused_and_leaves_nothing(parent, tmp_path):
+    """Its preflight was before the mark."""
+    config = tiny_config(tmp_path, iterations=9, name="child", forked_from={"run_id": "tiny-1", "iteration": 4})
+    check_origins(config)
+    parent.store.create(mark_name("tiny-1", read_records(parent.store, "tiny-1")[2]), b"")
+    with pytest.raises(UserError, match=r"tiny-1 has no checkpoint of iteration 4; it has \[0, 2, 6, 8\]"):
+        _claim(parent.store, config)
+    assert list(parent.store.list("runs/child-1")) == []
+    assert needed_places(parent.store) == set()
+
+
+def test_the_mark_of_one_that_was_killed_is_taken_away_or_acted_on(parent):
+    """Before its fork was opened it marked 4, which is now needed, and 6."""
+    records = read_records(parent.store, "tiny-1")
+    parent.open(name="child", forked_from={"run_id": "tiny-1", "iteration": 4})
+    for record in records[2:4]:
+        parent.store.create(mark_name("tiny-1", record), b"")
+    assert checkpoint_iterations(parent.store, "tiny-1") == [0, 2, 8]
+    retire(parent.store, "tiny-1", LAST, HOUR)
+    assert checkpoint_iterations(parent.store, "tiny-1") == [0, 4, 8]
+
+
+def test_of_forks_opened_while_checkpoints_go_each_keeps_its_own_or_is_refused(parent, tmp_path):
+    """All at once, whatever the order: what a fork was given is there afterwards."""
+    ready = threading.Barrier(5)
+    opened: list[int] = []
+    went: list[CheckpointRef] = []
+
+    def fork(iteration: int) -> None:
+        config = tiny_config(
+            tmp_path, iterations=9, name=f"child{iteration}", forked_from={"run_id": "tiny-1", "iteration": iteration}
+        )
+        ready.wait()
+        try:
+            _claim(parent.store, config)
+        except UserError:
+            return
+        opened.append(iteration)
+
+    def go() -> None:
+        ready.wait()
+        went.extend(retire(parent.store, "tiny-1", LAST, HOUR))
+
+    threads = [threading.Thread(target=go), *(threading.Thread(target=fork, args=(n,)) for n in (2, 4, 6, 8))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(left(parent)) == {0, 2, 4, 6, 8} - {each.iteration for each in went}
+    assert {0, 8, *opened} <= set(left(parent))
+    for checkpoint in read_records(parent.store, "tiny-1"):
+        for file in checkpoint.files:
+            parent.store.get(file.artifact)
+
+
+def test_a_run_that_cannot_be_read_stops_retention_before_anything_goes(parent):
+    parent.open(name="other")
+    parent.store.delete("runs/other-1/config.json")
+    parent.store.create("runs/other-1/config.json", b"{")
+    with pytest.raises(ArtifactDamaged, match="runs/other-1/config.json"):
+        retire(parent.store, "tiny-1", LAST, HOUR)
+    assert left(parent) == [0, 2, 4, 6, 8]
+
+
+def test_a_run_goes_on_when_its_checkpoints_cannot_be_retired(parent, tmp_path, caplog):
+    parent.open(name="other")
+    parent.store.delete("runs/other-1/config.json")
+    parent.store.create("runs/other-1/config.json", b"{")
+    keeping = tiny_config(tmp_path, checkpoint={"every": 1, "keep_last": 1})
+    Fleet(find_run(parent.store, "tiny-1"), keeping, tmp_path).retire_checkpoints()
+    assert "checkpoints of tiny-1 could not be retired: store: runs/other-1/config.json" in caplog.text
+    assert left(parent) == [0, 2, 4, 6, 8]
+
+
+def test_a_fork_whose_origin_is_gone_all_the_same_stops_with_a_sentence(parent):
+    """Deleted by hand: the parent's first checkpoint is there, and must not be gone on from."""
+    child = parent.open(name="child", forked_from={"run_id": "tiny-1", "iteration": 4})
+    chain, origin = read_chain(parent.store, child), ForkedFrom(run_id="tiny-1", iteration=4)
+    refuse_without_origin(parent.store, chain, origin)
+    parent.store.delete(record_name("tiny-1", read_records(parent.store, "tiny-1")[2]))
+    with pytest.raises(ArtifactDamaged, match="forked_from.iteration: the checkpoint of tiny-1@4 is no longer in"):
+        refuse_without_origin(parent.store, chain, origin)
+    parent.commit(child, 5)
+    parent.checkpoint(child, 5)
+    refuse_without_origin(parent.store, read_chain(parent.store, child), origin)
