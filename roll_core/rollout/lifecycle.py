@@ -12,7 +12,7 @@ the stream that holds enough useful groups, whatever finishes first. With redund
 consumed depends on timing; it leans towards what is quick, which the metrics show.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -54,7 +54,7 @@ NEXT = {
     State.ABANDONED: set(),
 }
 """What may follow what. Back to queued or generated goes what was lost with an engine or a grader."""
-UNDER_WAY = (State.QUEUED, State.GENERATING, State.GENERATED, State.GRADING, State.ABORTING)
+ENDED = frozenset(state for state, following in NEXT.items() if not following)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Lifecycle:
         self.groups: list[GroupLife] = []
         self._open: dict[int, GroupLife] = {}
         self._attempts: dict[Place, AttemptLife] = {}
-        self._counts: Counter[State] = Counter()
+        self._num_under_way = 0
         self._num_accepted = 0
         self._stopped = False
         self._new_draws: list[int] = []
@@ -161,7 +161,7 @@ class Lifecycle:
     @property
     def is_settled(self) -> bool:
         """Nothing is under way any more: the batch is full and engines are free, or it cannot become full."""
-        return not any(self._counts[state] for state in UNDER_WAY)
+        return not self._num_under_way
 
     # ---------------------------------------------------------------------------------------------- what happened
     def generating(self, place: Place, now: float) -> None:
@@ -255,15 +255,14 @@ class Lifecycle:
             group.attempts.append(life)
             self._attempts[life.place] = life
             self._queue.append(life)
-        self._counts[State.QUEUED] += len(group.attempts)
+        self._num_under_way += len(group.attempts)
         self._open[group.number] = group
         self.groups.append(group)
         self._new_draws.append(group.number)
 
     def _move(self, life: AttemptLife, state: State, now: float) -> None:
         assert state in NEXT[life.state], f"attempt {life.place} is {life.state} and cannot become {state}"
-        self._counts[life.state] -= 1
-        self._counts[state] += 1
+        self._num_under_way -= state in ENDED
         life.state = state
         life.history.append((state, now))
 

@@ -42,6 +42,7 @@ def describe_lives(groups: Sequence[GroupLife]) -> Metrics:
     outcomes = [group.outcome for group in groups]
     batch = [life for group in groups if group.outcome is DrawOutcome.TRAINED for life in group.consumed]
     every = [life for group in groups for life in group.attempts]
+    seconds = _seconds_by_state(batch)
     return {
         "rollout/drawn_groups": float(len(groups)),
         "rollout/filtered_groups": float(outcomes.count(DrawOutcome.FILTERED)),
@@ -51,9 +52,9 @@ def describe_lives(groups: Sequence[GroupLife]) -> Metrics:
         "rollout/wasted_tokens": float(sum(life.num_tokens for life in every) - sum(life.num_tokens for life in batch)),
         "rollout/mean_tokens_consumed": _mean_tokens(batch),
         "rollout/mean_tokens_generated": _mean_tokens(every),
-        "rollout/mean_seconds_queued": _mean_seconds(batch, State.QUEUED),
-        "rollout/mean_seconds_generating": _mean_seconds(batch, State.GENERATING),
-        "rollout/mean_seconds_grading": _mean_seconds(batch, State.GRADING),
+        "rollout/mean_seconds_queued": seconds[State.QUEUED] / max(1, len(batch)),
+        "rollout/mean_seconds_generating": seconds[State.GENERATING] / max(1, len(batch)),
+        "rollout/mean_seconds_grading": seconds[State.GRADING] / max(1, len(batch)),
     }
 
 
@@ -76,10 +77,13 @@ def _mean_tokens(lives: Iterable[AttemptLife]) -> float:
     return _mean(tokens) if tokens else 0.0
 
 
-def _mean_seconds(lives: Sequence[AttemptLife], state: State) -> float:
-    """Time in a state, all visits to it together."""
-    stays = [later - at for life in lives for (was, at), (_, later) in pairwise(life.history) if was is state]
-    return sum(stays) / len(lives) if lives else 0.0
+def _seconds_by_state(lives: Iterable[AttemptLife]) -> dict[State, float]:
+    """Time in each state, of all lives and all visits to it together."""
+    seconds = dict.fromkeys(State, 0.0)
+    for life in lives:
+        for (state, since), (_, until) in pairwise(life.history):
+            seconds[state] += until - since
+    return seconds
 
 
 def _mean(values: Sequence[float]) -> float:
