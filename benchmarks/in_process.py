@@ -116,9 +116,9 @@ class _Loop:
     async def iterate(self, manifest: Manifest) -> ModelWork:
         assert manifest.collected is not None
         times = [time.perf_counter()]
-        trajectories = await self.scheduler.collect(manifest.collected.request, self.config.deadlines.collect)
+        rollout = await self.scheduler.collect(manifest.collected.request, self.config.deadlines.collect)
         times.append(time.perf_counter())
-        prepared = self.learner.prepare(trajectories)
+        prepared = self.learner.prepare(rollout.trajectories)
         times.append(time.perf_counter())
         if self.config.algorithm.has_critic:
             self.learner.update_critic(prepared, manifest.iteration)

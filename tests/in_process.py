@@ -44,4 +44,4 @@ class InProcess:
             first_problem=(iteration - 1) * groups,
             num_groups=groups,
         )
-        return await scheduler.collect(request, 60.0)
+        return (await scheduler.collect(request, 60.0)).trajectories

@@ -1,8 +1,34 @@
 """How trajectories are generated."""
 
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from roll_core.config.base import Section
+
+
+class GroupFilter(Section):
+    """Which groups are left out of training, judged by their rewards as soon as all are there (dynamic sampling).
+
+    A group that is left out, or that nobody could grade, is replaced at once by the next problem.
+    """
+
+    equal_rewards: bool = False
+    """Leave out groups whose rewards are all the same: they teach a method that compares within groups nothing."""
+    min_spread: PositiveFloat | None = None
+    """Leave out groups whose largest and smallest reward differ by less."""
+    min_mean: float | None = None
+    """Leave out groups with a lower mean reward: too hard."""
+    max_mean: float | None = None
+    """Leave out groups with a higher mean reward: too easy."""
+
+    @model_validator(mode="after")
+    def _says_something(self):
+        if not self.equal_rewards and self.min_spread is None and self.min_mean is None and self.max_mean is None:
+            raise ValueError(
+                "filter leaves nothing out: set equal_rewards, min_spread, min_mean or max_mean, or make it null"
+            )
+        if self.min_mean is not None and self.max_mean is not None and self.min_mean > self.max_mean:
+            raise ValueError(f"filter.min_mean ({self.min_mean}) must not be above filter.max_mean ({self.max_mean})")
+        return self
 
 
 class RolloutConfig(Section):
@@ -16,7 +42,25 @@ class RolloutConfig(Section):
     """Sampling temperature; training logprobs use the same. 0 is greedy, for evaluation only."""
     slots_per_engine: PositiveInt = 512
     """Sequences an engine decodes at once; a finished one is replaced from the queue at once."""
+    filter: GroupFilter | None = None
+    """Groups to leave out and replace; null trains on all of them."""
+    max_draws: float = Field(default=8.0, ge=1.0)
+    """Most problems that a filter may use up in an iteration, as a multiple of num_groups; then the iteration fails."""
+    redundant_groups: NonNegativeInt = 0
+    """Further problems in flight: the first num_groups to be complete are trained on, the rest is aborted. Shortens the wait
+    for the slowest; what is trained on then depends on timing, and leans towards short completions."""
+    redundant_attempts: NonNegativeInt = 0
+    """Further attempts in flight for each problem: the first group_size to be graded are trained on, the rest is aborted."""
 
     @property
     def num_trajectories(self) -> int:
         return self.num_groups * self.group_size
+
+    @model_validator(mode="after")
+    def _filter_can_pass(self):
+        compares = self.filter is not None and (self.filter.equal_rewards or self.filter.min_spread is not None)
+        if compares and self.group_size < 2:
+            raise ValueError(
+                "filter.equal_rewards and filter.min_spread need a group_size of at least 2: one reward has no spread"
+            )
+        return self

@@ -8,13 +8,26 @@ none.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from roll_core.types.manifest import CollectRequest, Draw, DrawOutcome, Draws, Manifest
+from roll_core.types.manifest import Collected, Draw, DrawOutcome, Draws, Manifest
 from roll_core.types.trajectory import Ending, Trajectory
 
 
-def draws_of(request: CollectRequest, trajectories: Sequence[Trajectory], trained_groups: set[int]) -> Draws:
-    """What became of the problems a request drew, given the groups that were trained on."""
-    letters = [_outcome(group, trajectories, trained_groups).letter for group in range(request.num_groups)]
+def draws_of(collected: Collected, trajectories: Sequence[Trajectory], trained_groups: set[int]) -> Draws:
+    """What became of the problems a collect drew, given its trajectories and the groups that were trained on.
+
+    A group is known by the offset of its draw. Those without trajectories have the outcome that the collect gave them.
+    """
+    request = collected.request
+    drawn = collected.draws.outcomes if collected.draws else DrawOutcome.TRAINED.letter * request.num_groups
+    attempts_of: dict[int, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        attempts_of.setdefault(trajectory.group, []).append(trajectory)
+    letters = [
+        letter
+        if letter != DrawOutcome.TRAINED.letter
+        else _outcome(attempts_of.get(group, []), group in trained_groups).letter
+        for group, letter in enumerate(drawn)
+    ]
     return Draws(first=request.first_problem, outcomes="".join(letters))
 
 
@@ -30,10 +43,9 @@ def totals(chain: Iterable[Manifest]) -> str:
     return f"{counts.total()} drawn: {', '.join(parts)}" if parts else ""
 
 
-def _outcome(group: int, trajectories: Sequence[Trajectory], trained_groups: set[int]) -> DrawOutcome:
-    if group in trained_groups:
+def _outcome(attempts: Sequence[Trajectory], is_trained: bool) -> DrawOutcome:
+    if is_trained:
         return DrawOutcome.TRAINED
-    attempts = [t for t in trajectories if t.group == group]
     if any(t.score is not None for t in attempts):
         return DrawOutcome.FILTERED
     return DrawOutcome.ABORTED if all(t.ending is Ending.ABORTED for t in attempts) else DrawOutcome.FAILED

@@ -32,8 +32,8 @@ class InFlight(StrEnum):
 class InferenceEngine(Protocol):
     async def generate(self, request: GenerationRequest) -> Completion: ...
 
-    async def abort(self, request_id: str) -> None:
-        """End a request now; its completion has what was generated and ends with ABORTED. Unknown ids are ignored."""
+    async def abort(self, *request_ids: str) -> None:
+        """End requests now; their completions have what was generated and end with ABORTED. Unknown ids are ignored."""
         ...
 
     async def adopt(self, weights: WeightsUpdate, in_flight: InFlight) -> None: ...

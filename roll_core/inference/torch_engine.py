@@ -121,9 +121,9 @@ class TorchEngine:
         self._ensure_stepping()
         return await done
 
-    async def abort(self, request_id: str) -> None:
+    async def abort(self, *request_ids: str) -> None:
         for sequence in [*self._waiting, *self._running]:
-            if sequence.request.request_id == request_id:
+            if sequence.request.request_id in request_ids:
                 sequence.finish(Ending.ABORTED)
         self._waiting = deque(s for s in self._waiting if not s.done.done())
         self._drop_finished()

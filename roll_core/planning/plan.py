@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roll_core.config.model import ModelConfig, PretrainedModel, ScratchModel
+from roll_core.config.rollout import RolloutConfig
 from roll_core.config.run import RunConfig
 from roll_core.config.shaping import KlEstimator
 from roll_core.models.characters import VOCABULARY
@@ -66,6 +67,7 @@ def _stages(config: RunConfig) -> PlanSection:
     steps = f"{config.training.steps_per_iteration} optimizer step(s)"
     rows = [
         ("collect", f"{config.rollout.num_groups} problems x {config.rollout.group_size} trajectories{greedy}"),
+        *_sampling(config.rollout),
         ("prepare", "advantages, declared logprobs, packing"),
         *([("update critic", steps)] if config.algorithm.has_critic else []),
         ("update", steps),
@@ -78,6 +80,19 @@ def _stages(config: RunConfig) -> PlanSection:
         warm_start = f"once: {config.warm_start.steps} supervised steps of {config.warm_start.batch_size} demonstrations"
         rows.insert(0, ("warm start", warm_start))
     return PlanSection("stages of an iteration", tuple(rows))
+
+
+def _sampling(rollout: RolloutConfig) -> list[tuple[str, str]]:
+    """What is drawn beyond the batch, where anything is."""
+    rows = []
+    if rollout.filter is not None:
+        conditions = ", ".join(f"{key} {value}" for key, value in rollout.filter.model_dump(exclude_defaults=True).items())
+        most = int(rollout.max_draws * rollout.num_groups)
+        rows.append(("", f"groups with {conditions} are left out and replaced, at most {most} problems drawn"))
+    if rollout.redundant_groups or rollout.redundant_attempts:
+        extra = f"{rollout.redundant_groups} more problems, {rollout.redundant_attempts} more trajectories each"
+        rows.append(("", f"{extra} in flight: the first to finish win, the rest is aborted"))
+    return rows
 
 
 def _roles(config: RunConfig) -> PlanSection:

@@ -1,6 +1,5 @@
 """An inference engine as a Ray actor. Requests and completions travel in lists, since a call costs more than a token."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ from roll_core.config.placement import DeviceKind
 from roll_core.config.run import RunConfig
 from roll_core.config.training import Precision
 from roll_core.inference.requests import Completion, GenerationRequest
+from roll_core.inference.streaming import as_they_finish
 from roll_core.roles.process import settle
 
 if TYPE_CHECKING:
@@ -38,17 +38,11 @@ class EngineRole:
         settle()
 
     async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
-        """Completions as they finish, those that finished together in one list."""
-        finished: asyncio.Queue[asyncio.Task[Completion]] = asyncio.Queue()
-        for request in requests:
-            asyncio.create_task(self._engine.generate(request)).add_done_callback(finished.put_nowait)
-        left = len(requests)
-        while left:
-            together = [await finished.get()]
-            while not finished.empty():
-                together.append(finished.get_nowait())
-            left -= len(together)
-            yield [task.result() for task in together]
+        async for completions in as_they_finish(self._engine.generate(request) for request in requests):
+            yield completions
+
+    async def abort(self, request_ids: list[str]) -> None:
+        await self._engine.abort(*request_ids)
 
     async def adopt(self, version: int, buckets: list[ray.ObjectRef]) -> int:
         """Take over weights from the object store; answers their size in bytes."""

@@ -37,6 +37,12 @@ class RemoteEngine:
         except ray.exceptions.RayActorError:
             raise RoleDied(f"{self.name} died while generating") from None
 
+    async def abort(self, request_ids: list[str]) -> None:
+        try:
+            await self.actor.abort.remote(request_ids)
+        except ray.exceptions.RayActorError:
+            raise RoleDied(f"{self.name} died while generating") from None
+
 
 @dataclass(frozen=True)
 class RemoteGrader:
@@ -88,15 +94,17 @@ class SchedulerRole:
             ) from None
 
     async def _collect(self, request: CollectRequest, finished: Finished) -> tuple[Collected, list[ray.ObjectRef]]:
-        trajectories = await self._scheduler.collect(request, self._config.deadlines.collect, finished)
+        rollout = await self._scheduler.collect(request, self._config.deadlines.collect, finished)
+        trajectories = rollout.trajectories
         refuse_if_none_graded(trajectories, f"collect {request.iteration}")
         collected = Collected(
             request=request,
             trajectories=await self._keep(trajectories),
+            draws=rollout.draws,
             num_trajectories=len(trajectories),
             num_failed=sum(t.failure is not None for t in trajectories),
             num_tokens=sum(t.num_completion_tokens for t in trajectories),
-            metrics=metrics.describe(trajectories, request.weights_version),
+            metrics=rollout.metrics | metrics.describe(trajectories, request.weights_version),
         )
         return collected, [ray.put(trajectories)]
 

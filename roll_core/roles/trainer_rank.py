@@ -100,7 +100,7 @@ class TrainerRank:
         self._prepared = {collected.request.request_id: prepared}
         return Prepared(
             collected=collected,
-            draws=draws_of(collected.request, trajectories, prepared.trained_groups),
+            draws=draws_of(collected, trajectories, prepared.trained_groups),
             num_samples=prepared.num_samples,
             num_trained_tokens=prepared.num_trained_tokens,
             metrics=prepared.metrics,

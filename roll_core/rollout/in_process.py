@@ -1,6 +1,5 @@
 """The rollout scheduler with engine and grader in this process: for tests and benchmarks, where a run has Ray between."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -9,6 +8,7 @@ from roll_core.config.run import RunConfig
 from roll_core.data.problem_source import build_source
 from roll_core.errors import RewardUnavailable
 from roll_core.inference.requests import Completion, GenerationRequest
+from roll_core.inference.streaming import as_they_finish
 from roll_core.rollout.renderer import build_renderer
 from roll_core.rollout.scheduler import RolloutScheduler
 from roll_core.types.trajectory import Failure, Problem, Score, Trajectory
@@ -27,7 +27,11 @@ class LocalEngine:
     engine: "InferenceEngine"
 
     async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
-        yield list(await asyncio.gather(*(self.engine.generate(request) for request in requests)))
+        async for completions in as_they_finish(self.engine.generate(request) for request in requests):
+            yield completions
+
+    async def abort(self, request_ids: list[str]) -> None:
+        await self.engine.abort(*request_ids)
 
 
 @dataclass(frozen=True)

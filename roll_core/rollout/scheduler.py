@@ -1,46 +1,42 @@
 """Turns a request for groups into graded trajectories: every attempt generated, graded the moment it ends, put in its group.
 
-Knows engines and graders only as the two protocols below; the roles on Ray and the tests' in-process ones both fit. Knows no
-files either: what is finished is put where the caller can see it, so that a failure costs nothing that was generated.
+Who does what: `lifecycle.py` decides, `router.py` talks to engines and graders, and the stage below carries messages between
+the two. Knows no files: what is finished is put where the caller can see it, so that a failure costs nothing generated.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
 
 from roll_core.config.rollout import RolloutConfig
 from roll_core.data.problem_source import ProblemSource
-from roll_core.errors import DeadlineExceeded, RewardUnavailable
+from roll_core.errors import DeadlineExceeded, RewardUnavailable, RoleDied, RollError
 from roll_core.inference.requests import Completion, GenerationRequest
+from roll_core.rollout.filter import is_useful
+from roll_core.rollout.lifecycle import Lifecycle, Place, State, Terms
+from roll_core.rollout.metrics import describe_lives
 from roll_core.rollout.renderer import Renderer
+from roll_core.rollout.router import (
+    Answer,
+    Answered,
+    Completed,
+    Deaths,
+    EngineClient,
+    Event,
+    GraderClient,
+    GraderPool,
+    Item,
+    NotGenerated,
+    NotGraded,
+    Router,
+)
 from roll_core.seeds import derive_seed
-from roll_core.types.manifest import CollectRequest
+from roll_core.types.manifest import CollectRequest, DrawOutcome, Draws, Metrics
 from roll_core.types.trajectory import GREEDY_ATTEMPT, Ending, Failure, Problem, Score, Trajectory, Turn
 
-GRADED_AT_ONCE = 256
-"""Most trajectories sent to a grader in one call; those that end together are shared out over all graders first."""
-
-Finished = dict[tuple[int, int], Trajectory]
+Finished = dict[Place, Trajectory]
 """Trajectories generated to their end by group and attempt, graded or not."""
-
-
-class EngineClient(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
-        """Completions in the order they finish, several at a time."""
-        ...
-
-
-class GraderClient(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure | RewardUnavailable]:
-        """One answer per item, in order. What stays unavailable is answered, not raised: its siblings keep their grades."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -48,23 +44,17 @@ class Attempt:
     """One trajectory to be: which problem, which place in its group, and what is asked of the engine."""
 
     problem: Problem
-    group: int
-    number: int
+    place: Place
     request: GenerationRequest
-
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.group, self.number
 
 
 @dataclass(frozen=True)
-class _Work:
-    """What a stage has under way."""
+class Rollout:
+    """What a collect comes to: the batch, in order; what became of every problem drawn; and what it took."""
 
-    finished: Finished
-    unfinished: dict[str, int]
-    """Attempts still to be generated, by the engine that has them."""
-    grading: list[asyncio.Task[None]]
+    trajectories: list[Trajectory]
+    draws: Draws
+    metrics: Metrics
 
 
 class RolloutScheduler:
@@ -86,92 +76,226 @@ class RolloutScheduler:
         self._engines = engines
         self._graders = graders
         self._greedy_baseline = greedy_baseline
-        self._next_grader = 0
+        self._deaths = Deaths()
 
-    async def collect(
-        self, request: CollectRequest, deadline_s: float, finished: Finished | None = None
-    ) -> list[Trajectory]:
-        """The groups a request names, in order, every attempt graded or carrying its failure.
+    async def collect(self, request: CollectRequest, deadline_s: float, finished: Finished | None = None) -> Rollout:
+        """As many groups as a request asks for, from its first problem on, every attempt graded or carrying its failure.
+
+        Without redundancy the answer is the same whatever the timing, however often it is asked. With it, what is consumed
+        depends on who finished first; an answer that was stored is what happened, and is not collected again.
 
         `finished` holds what an earlier collect of the same request had; only what is missing there is generated, and graded
         what has no grade. It is filled on the way, for whoever has to keep it when this fails.
         """
-        attempts: list[Attempt] = []
-        for group in range(request.num_groups):
-            index = request.first_problem + group
-            problem, numbers = self._source.problem(index), range(self._config.group_size)
-            attempts += self._attempts(problem, group, numbers, self._config.temperature, index)
-            if self._greedy_baseline:
-                attempts += self._attempts(problem, group, [GREEDY_ATTEMPT], 0.0, index)
-        return await self._run(attempts, {} if finished is None else finished, deadline_s, "collect")
+        config = self._config
+        terms = Terms(
+            num_groups=request.num_groups,
+            group_size=config.group_size,
+            greedy_baseline=self._greedy_baseline,
+            redundant_groups=config.redundant_groups,
+            redundant_attempts=config.redundant_attempts,
+            max_draws=int(config.max_draws * request.num_groups) + config.redundant_groups,
+            is_useful=None if config.filter is None else partial(is_useful, config.filter),
+        )
+
+        def attempts(places: Sequence[Place]) -> list[Attempt]:
+            index = request.first_problem + places[0][0]
+            return self._attempts(self._source.problem(index), places, config.temperature, index)
+
+        lives = await self._run(terms, attempts, finished := {} if finished is None else finished, deadline_s, "collect")
+        return Rollout(
+            trajectories=[finished[place] for place in lives.consumed],
+            draws=Draws(first=request.first_problem, outcomes=lives.outcomes),
+            metrics=describe_lives(lives.groups),
+        )
 
     async def evaluate(self, num_problems: int, deadline_s: float) -> list[Trajectory]:
         """One greedy attempt at each held-out problem."""
-        attempts: list[Attempt] = []
-        for group, problem in enumerate(self._source.held_out(num_problems)):
-            attempts += self._attempts(problem, group, [0], 0.0, group)
-        return await self._run(attempts, {}, deadline_s, "evaluate")
+        problems = self._source.held_out(num_problems)
+        finished: Finished = {}
 
-    def _attempts(
-        self, problem: Problem, group: int, numbers: Sequence[int], temperature: float, index: int
-    ) -> list[Attempt]:
+        def attempts(places: Sequence[Place]) -> list[Attempt]:
+            group = places[0][0]
+            return self._attempts(problems[group], places, 0.0, group)
+
+        lives = await self._run(Terms(num_problems, group_size=1), attempts, finished, deadline_s, "evaluate")
+        return [finished[place] for place in lives.consumed]
+
+    def _attempts(self, problem: Problem, places: Sequence[Place], temperature: float, index: int) -> list[Attempt]:
         """Attempts at the problem at an index of the stream; a problem that comes up again is attempted anew."""
         prompt_ids = self._renderer.prompt(problem.messages)
-        requests = (
-            GenerationRequest(
-                request_id=f"{group}/{number}",
-                prompt_ids=prompt_ids,
-                max_new_tokens=self._config.max_new_tokens,
-                temperature=temperature,
-                stop_token_ids=self._renderer.stop_token_ids,
-                seed=derive_seed(self._seed, "attempt", index, number),
+        return [
+            Attempt(
+                problem,
+                (group, number),
+                GenerationRequest(
+                    request_id=f"{group}/{number}",
+                    prompt_ids=prompt_ids,
+                    max_new_tokens=self._config.max_new_tokens,
+                    temperature=0.0 if number == GREEDY_ATTEMPT else temperature,
+                    stop_token_ids=self._renderer.stop_token_ids,
+                    seed=derive_seed(self._seed, "attempt", index, number),
+                ),
             )
-            for number in numbers
-        )
-        return [Attempt(problem, group, number, request) for number, request in zip(numbers, requests, strict=True)]
+            for group, number in places
+        ]
 
-    async def _run(self, attempts: list[Attempt], finished: Finished, deadline_s: float, stage: str) -> list[Trajectory]:
-        """Every attempt to its end, and only then the first failure: what other engines are at is not lost to a sick one."""
-        shares = self._share_out([attempt for attempt in attempts if attempt.place not in finished])
-        unfinished = {engine.name: len(share) for engine, share in zip(self._engines, shares, strict=True)}
-        known = [(attempt.problem, finished[attempt.place]) for attempt in attempts if attempt.place in finished]
-        work = _Work(finished, unfinished, self._start_grading(known, finished))
+    async def _run(
+        self,
+        terms: Terms,
+        attempts: Callable[[Sequence[Place]], list[Attempt]],
+        finished: Finished,
+        deadline_s: float,
+        stage: str,
+    ) -> Lifecycle:
+        """A stage to its end, and only then the first failure: what other engines are at is not lost to a sick one."""
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        router = Router(self._engines, self._config.slots_per_engine, self._deaths, events.put_nowait)
+        pool = GraderPool(self._graders, self._deaths, events.put_nowait)
+        under_way = _Stage(terms, attempts, finished, router, pool, self._renderer)
         try:
             async with asyncio.timeout(deadline_s):
-                generating = (self._generate(*pair, work) for pair in zip(self._engines, shares, strict=True))
-                ended = await asyncio.gather(*generating, return_exceptions=True)
-                ended += await asyncio.gather(*work.grading, return_exceptions=True)
+                await under_way.run(events)
         except TimeoutError:
-            late = ", ".join(f"{name} ({left} of {len(attempts)} attempts)" for name, left in unfinished.items() if left)
+            total = under_way.lives.num_attempts
+            late = ", ".join(f"{name} ({left} of {total} attempts)" for name, left in router.load.items() if left)
             raise DeadlineExceeded(
                 f"deadlines.{stage}: after {deadline_s:.0f} s still waiting for {late or 'the reward workers'}"
             ) from None
         finally:
-            for task in work.grading:
-                task.cancel()
-        for failure in ended:
+            router.cancel()
+            pool.cancel()
+        if under_way.failures:
+            raise under_way.failures[0]
+        if not under_way.lives.is_full:
+            raise RollError(_too_few(under_way.lives, terms))
+        return under_way.lives
+
+
+class _Stage:
+    """One collect or evaluation: tells the lifecycle what happened, and does what it says is to be done."""
+
+    def __init__(
+        self,
+        terms: Terms,
+        attempts: Callable[[Sequence[Place]], list[Attempt]],
+        finished: Finished,
+        router: Router,
+        pool: GraderPool,
+        renderer: Renderer,
+    ):
+        self._now = asyncio.get_running_loop().time
+        self.lives = Lifecycle(terms, self._now())
+        self.failures: list[BaseException] = []
+        self._make_attempts = attempts
+        self._attempts: dict[Place, Attempt] = {}
+        self._place_of: dict[str, Place] = {}
+        self._finished = finished
+        self._router = router
+        self._pool = pool
+        self._renderer = renderer
+
+    async def run(self, events: asyncio.Queue[Event]) -> None:
+        """Until nothing is under way. Events that came together are taken together, so that calls stay few."""
+        self._act()
+        while not self.lives.is_settled:
+            self._take(await events.get())
+            while not events.empty():
+                self._take(events.get_nowait())
+            self._act()
+
+    # ---------------------------------------------------------------------------------------------- what is to be done
+    def _act(self) -> None:
+        while drawn := self.lives.new_draws():
+            for group in drawn:
+                self._begin(group)
+        self._generate()
+        if places := self.lives.to_grade(self._now()):
+            self._grade(places)
+        if places := self.lives.to_abort():
+            self._router.abort([self._attempts[place].request.request_id for place in places])
+
+    def _begin(self, group: int) -> None:
+        """Attempts at a problem that was drawn; what is known of them already is as if it happened now."""
+        for attempt in self._make_attempts(self.lives.places_of(group)):
+            self._attempts[attempt.place] = attempt
+            self._place_of[attempt.request.request_id] = attempt.place
+        for place in self.lives.places_of(group):
+            known = self._finished.get(place)
+            if known is not None and self.lives.state_of(place) is State.QUEUED:
+                self.lives.generating(place, self._now())
+                self._generated(place, known)
+
+    def _generate(self) -> None:
+        failure = self._router.nobody_left
+        while (place := self.lives.next_queued()) is not None:
             if failure is not None:
-                raise failure
-        return [finished[place] for place in sorted(attempt.place for attempt in attempts)]
+                self._fail(failure, [place])
+            elif self._router.assign(place[0], self._attempts[place].request):
+                self.lives.generating(place, self._now())
+            else:
+                break
+        self._router.send()
 
-    def _share_out(self, attempts: list[Attempt]) -> list[list[Attempt]]:
-        """Whole groups to each engine in turn, so that a group's prompt is computed once."""
-        shares: list[list[Attempt]] = [[] for _ in self._engines]
-        for attempt in attempts:
-            shares[attempt.group % len(shares)].append(attempt)
-        return shares
+    def _grade(self, places: list[Place]) -> None:
+        if failure := self._pool.nobody_left:
+            self._fail(failure, places)
+        else:
+            self._pool.send([(self._attempts[place].problem, self._finished[place]) for place in places])
 
-    async def _generate(self, engine: EngineClient, share: list[Attempt], work: _Work) -> None:
-        if not share:
+    # ---------------------------------------------------------------------------------------------- what happened
+    def _take(self, event: Event) -> None:
+        match event:
+            case Completed():
+                for completion in event.completions:
+                    self._completed(completion)
+            case NotGenerated():
+                self._came_to_nothing([self._place_of[request_id] for request_id in event.request_ids], event.error)
+            case Answered():
+                for item, answer in event.answers:
+                    self._answered(item, answer)
+            case NotGraded():
+                self._came_to_nothing([_place(trajectory) for _, trajectory in event.items], event.error)
+
+    def _completed(self, completion: Completion) -> None:
+        place = self._place_of[completion.request_id]
+        if self.lives.state_of(place) is State.ABORTING:
+            self.lives.generated(place, len(completion.token_ids), self._now())
             return
-        attempt_of = {attempt.request.request_id: attempt for attempt in share}
-        async for completions in engine.generate([attempt.request for attempt in share]):
-            ended = [self._as_trajectory(attempt_of[c.request_id], c) for c in completions]
-            work.unfinished[engine.name] -= len(ended)
-            work.finished.update({(t.group, t.attempt): t for _, t in ended})
-            work.grading.extend(self._start_grading(ended, work.finished))
+        self._finished[place] = self._as_trajectory(self._attempts[place], completion)
+        self._generated(place, self._finished[place])
 
-    def _as_trajectory(self, attempt: Attempt, completion: Completion) -> tuple[Problem, Trajectory]:
+    def _generated(self, place: Place, trajectory: Trajectory) -> None:
+        self.lives.generated(place, trajectory.num_completion_tokens, self._now())
+        if trajectory.score is not None:
+            self.lives.graded(place, trajectory.score.value, self._now())
+        elif trajectory.failure is not None:
+            self.lives.graded(place, None, self._now())
+
+    def _answered(self, item: Item, answer: Answer) -> None:
+        _, trajectory = item
+        place = _place(trajectory)
+        if isinstance(answer, RewardUnavailable):
+            if self.lives.state_of(place) is not State.ABORTED:
+                self._fail(answer, [place])
+            return
+        self._finished[place] = _graded(trajectory, answer)
+        self.lives.graded(place, answer.value if isinstance(answer, Score) else None, self._now())
+
+    def _came_to_nothing(self, places: list[Place], error: BaseException) -> None:
+        """Somebody else may still do what the dead cannot; any other failure is the stage's."""
+        if not isinstance(error, RoleDied):
+            self._fail(error, places)
+            return
+        for place in places:
+            self.lives.lost(place, self._now())
+
+    def _fail(self, error: BaseException, places: list[Place]) -> None:
+        self.failures.append(error)
+        for place in places:
+            self.lives.abandoned(place, self._now())
+
+    def _as_trajectory(self, attempt: Attempt, completion: Completion) -> Trajectory:
         turn = Turn(
             prompt_ids=attempt.request.prompt_ids,
             completion_ids=completion.token_ids,
@@ -179,39 +303,34 @@ class RolloutScheduler:
             weights_versions=completion.weights_versions,
             text=self._renderer.text(completion.token_ids),
         )
-        problem = attempt.problem
-        aborted = Failure("generate", "aborted") if completion.ending is Ending.ABORTED else None
-        return problem, Trajectory(
-            problem_id=problem.problem_id,
-            domain=problem.domain,
-            group=attempt.group,
-            attempt=attempt.number,
+        group, number = attempt.place
+        return Trajectory(
+            problem_id=attempt.problem.problem_id,
+            domain=attempt.problem.domain,
+            group=group,
+            attempt=number,
             turns=(turn,),
             ending=completion.ending,
             score=None,
-            failure=aborted,
+            failure=Failure("generate", "aborted") if completion.ending is Ending.ABORTED else None,
         )
 
-    def _start_grading(self, items: list[tuple[Problem, Trajectory]], finished: Finished) -> list[asyncio.Task[None]]:
-        """Those that have neither grade nor failure, shared out over the graders."""
-        items = [item for item in items if item[1].score is None and item[1].failure is None]
-        size = max(1, min(GRADED_AT_ONCE, -(-len(items) // len(self._graders))))
-        parts = (items[start : start + size] for start in range(0, len(items), size))
-        return [asyncio.create_task(self._grade(part, finished)) for part in parts]
 
-    async def _grade(self, items: list[tuple[Problem, Trajectory]], finished: Finished) -> None:
-        grader = self._graders[self._next_grader % len(self._graders)]
-        self._next_grader += 1
-        answers = await grader.grade(items)
-        for (_, trajectory), answer in zip(items, answers, strict=True):
-            if not isinstance(answer, RewardUnavailable):
-                finished[trajectory.group, trajectory.attempt] = _graded(trajectory, answer)
-        for answer in answers:
-            if isinstance(answer, RewardUnavailable):
-                raise answer
+def _place(trajectory: Trajectory) -> Place:
+    return trajectory.group, trajectory.attempt
 
 
 def _graded(trajectory: Trajectory, answer: Score | Failure) -> Trajectory:
     if isinstance(answer, Failure):
         return replace(trajectory, failure=answer)
     return replace(trajectory, score=answer)
+
+
+def _too_few(lives: Lifecycle, terms: Terms) -> str:
+    outcomes = [group.outcome for group in lives.groups]
+    return (
+        f"rollout.max_draws: of {len(outcomes)} problems drawn only {lives.num_accepted} were useful, and "
+        f"{terms.num_groups} are needed ({outcomes.count(DrawOutcome.FILTERED)} left out by rollout.filter, "
+        f"{outcomes.count(DrawOutcome.FAILED)} could not be graded): make the filter milder, raise max_draws, or choose "
+        "problems that the policy solves sometimes"
+    )

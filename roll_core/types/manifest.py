@@ -24,7 +24,8 @@ class Receipt(Record):
 
 
 class CollectRequest(Record):
-    """Which groups to generate: problems `first_problem` to `first_problem + num_groups`, by weights `weights_version`.
+    """Which groups to generate: `num_groups` of the problems from `first_problem` on, by weights `weights_version`. Those
+    are the next ones of the stream, unless a filter leaves some out.
 
     `parent` is the digest of the manifest this iteration builds on, so that the same request means the same rollouts.
 
@@ -42,18 +43,9 @@ class CollectRequest(Record):
         return f"{self.iteration}/{self.parent[:16]}"
 
 
-class Collected(Receipt):
-    """A batch of finished groups, in the store and in the roles' memory."""
-
-    request: CollectRequest
-    trajectories: ArtifactRef
-    num_trajectories: int
-    num_failed: int
-    num_tokens: int
-
-
 class DrawOutcome(StrEnum):
-    """What became of a problem. FILTERED: attempts were graded, and all of them masked. FAILED: none could be graded."""
+    """What became of a problem. FILTERED: attempts were graded, and all left out by rollout.filter or masked. FAILED: none
+    could be graded. ABORTED: it was redundant, or no attempt came to an end."""
 
     TRAINED = "trained"
     FILTERED = "filtered"
@@ -94,6 +86,19 @@ class Draws(Record):
             Draw(problem=self.first + place, iteration=iteration, outcome=outcome_of[letter])
             for place, letter in enumerate(self.outcomes)
         ]
+
+
+class Collected(Receipt):
+    """A batch of finished groups, in the store and in the roles' memory."""
+
+    request: CollectRequest
+    trajectories: ArtifactRef
+    num_trajectories: int
+    num_failed: int
+    num_tokens: int
+    draws: Draws | None = None
+    """What became of every problem drawn; TRAINED are those whose trajectories are here, and `prepare` may still mask some.
+    Null in receipts from before anything could be left out: `num_groups` problems were drawn."""
 
 
 class Prepared(Receipt):

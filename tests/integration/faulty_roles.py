@@ -5,6 +5,7 @@ leg, never to a time.
 """
 
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -32,6 +33,29 @@ class NotingEngine(EngineRole):
             generated.writelines(f"{request.seed}\n" for request in requests if request.temperature > 0)
         async for completions in super().generate(requests):
             yield completions
+
+
+class DyingEngine(NotingEngine):
+    """One of them, the first to be asked, is killed in the middle of iteration 2."""
+
+    async def start(self) -> None:
+        await super().start()
+        self._collects = 0
+
+    async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
+        self._collects += any(request.temperature > 0 for request in requests)
+        is_victim = self._collects == 2 and requests[0].temperature > 0 and self._is_first()
+        async for completions in super().generate(requests):
+            if is_victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield completions
+
+    def _is_first(self) -> bool:
+        try:
+            Path(os.environ[GENERATED]).with_name("victim").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
 
 class AbsentReward(RewardRole):
@@ -66,6 +90,8 @@ def run_faulty_leg(run: RunRef, leg: int, context: dict[str, Any], launcher_pid:
     match os.environ[FAULT]:
         case "AbsentReward" if leg == 1:
             fleet.RewardRole = AbsentReward
+        case "DyingEngine" if leg == 1:
+            fleet.EngineRole = DyingEngine
         case "FailingTrainer":
             fleet.TrainerRank = FailingTrainer
     return run_train_leg(run, leg, context, launcher_pid)

@@ -5,17 +5,30 @@ from dataclasses import replace
 import pytest
 
 from roll_core.data.ledger import draws_of, ledger, totals
-from roll_core.types.manifest import CollectRequest, DrawOutcome, Draws, Manifest
+from roll_core.types.manifest import Collected, CollectRequest, DrawOutcome, Draws, Manifest
+from roll_core.types.refs import ArtifactKind, ArtifactRef
 from roll_core.types.trajectory import Ending, Failure
 from tests.support import trajectory
 
 REQUEST = CollectRequest(iteration=3, parent="", weights_version=2, first_problem=8, num_groups=4)
 
 
+def collected(outcomes: str | None) -> Collected:
+    """A receipt; without outcomes, as they were before any draw could be left out."""
+    return Collected(
+        request=REQUEST,
+        trajectories=ArtifactRef(digest="", kind=ArtifactKind.TRAJECTORIES, size=0),
+        num_trajectories=0,
+        num_failed=0,
+        num_tokens=0,
+        draws=None if outcomes is None else Draws(first=8, outcomes=outcomes),
+    )
+
+
 def test_each_draw_has_the_outcome_of_its_group():
     aborted = replace(trajectory(3, 0, None), ending=Ending.ABORTED, failure=Failure("generate", "aborted"))
     trajectories = [trajectory(0, 0, 1.0), trajectory(0, 1, None), trajectory(1, 0, 0.0), trajectory(2, 0, None), aborted]
-    draws = draws_of(REQUEST, trajectories, trained_groups={0})
+    draws = draws_of(collected(None), trajectories, trained_groups={0})
     assert draws == Draws(first=8, outcomes="tfxa")
     assert draws.next == 12
     assert [(draw.problem, draw.iteration, draw.outcome) for draw in draws.each(3)] == [
@@ -24,6 +37,13 @@ def test_each_draw_has_the_outcome_of_its_group():
         (10, 3, DrawOutcome.FAILED),
         (11, 3, DrawOutcome.ABORTED),
     ]
+
+
+def test_draws_that_were_left_out_while_collecting_keep_their_outcome_and_the_next_iteration_draws_after_them():
+    trajectories = [trajectory(1, 0, 1.0), trajectory(4, 0, 0.5), trajectory(5, 0, None)]
+    draws = draws_of(collected("ftxattaa"), trajectories, trained_groups={1})
+    assert draws == Draws(first=8, outcomes="ftxafxaa")
+    assert draws.next == 16
 
 
 def test_letters_tell_outcomes_apart():

@@ -160,6 +160,9 @@ class EchoEngine:
         if self.stuck:
             await asyncio.Event().wait()
 
+    async def abort(self, request_ids: list[str]) -> None:
+        raise AssertionError("nothing here is redundant")
+
 
 class ExactGrader:
     """Grades as the reward role does, and fails on attempts it is told to."""
@@ -175,19 +178,19 @@ class ExactGrader:
         ]
 
 
-def scheduler(engines: list[EchoEngine], grader: ExactGrader | None = None) -> RolloutScheduler:
+def scheduler(engines: list[EchoEngine], *graders: ExactGrader) -> RolloutScheduler:
     return RolloutScheduler(
         RolloutConfig(num_groups=4, group_size=3, max_new_tokens=8),
         seed=0,
         source=ArithmeticSource(ArithmeticProblems(digits=4), seed=0),
         renderer=CharacterRenderer(),
         engines=engines,
-        graders=[grader or ExactGrader()],
+        graders=graders or [ExactGrader()],
     )
 
 
 def test_every_attempt_comes_back_once_in_order_whatever_order_it_finished_in():
-    trajectories = asyncio.run(scheduler([EchoEngine("a"), EchoEngine("b")]).collect(REQUEST, 5.0))
+    trajectories = asyncio.run(scheduler([EchoEngine("a"), EchoEngine("b")]).collect(REQUEST, 5.0)).trajectories
     assert [(t.group, t.attempt) for t in trajectories] == [(g, a) for g in range(4) for a in range(3)]
     source = ArithmeticSource(ArithmeticProblems(digits=4), seed=0)
     assert [t.problem_id for t in trajectories[::3]] == [source.problem(10 + g).problem_id for g in range(4)]
@@ -202,7 +205,9 @@ def test_groups_stay_whole_on_an_engine_and_every_attempt_has_its_own_seed():
 
 
 def test_a_grader_that_fails_costs_that_trajectory_only():
-    trajectories = asyncio.run(scheduler([EchoEngine("a")], ExactGrader(failing_attempt=1)).collect(REQUEST, 5.0))
+    trajectories = asyncio.run(
+        scheduler([EchoEngine("a")], ExactGrader(failing_attempt=1)).collect(REQUEST, 5.0)
+    ).trajectories
     failed = [t for t in trajectories if t.failure]
     assert [t.attempt for t in failed] == [1, 1, 1, 1]
     assert all(t.score is None for t in failed)
@@ -233,19 +238,20 @@ class DyingEngine(EchoEngine):
 
 
 class AbsentGrader(ExactGrader):
-    """Grades as many calls as it is told to; then its service is away."""
+    """Grades as many trajectories as it is told to; then its service is away."""
 
     def __init__(self, grades: int = 0):
         super().__init__()
         self._grades = grades
 
     async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure | RewardUnavailable]:
-        self._grades -= 1
-        return await super().grade(items) if self._grades >= 0 else [RewardUnavailable("judge: 503")] * len(items)
+        graded = await super().grade(items[: self._grades])
+        self._grades -= len(graded)
+        return graded + [RewardUnavailable("judge: 503")] * (len(items) - len(graded))
 
 
 def uninterrupted() -> bytes:
-    return encode_trajectories(asyncio.run(scheduler([EchoEngine("a")]).collect(REQUEST, 5.0)))
+    return encode_trajectories(asyncio.run(scheduler([EchoEngine("a")]).collect(REQUEST, 5.0)).trajectories)
 
 
 def fail(unfinished: Unfinished, failing: RolloutScheduler, error: type[Exception], deadline_s: float = 5.0) -> None:
@@ -265,14 +271,16 @@ def collect_again(unfinished: Unfinished, grader: ExactGrader | None = None) -> 
     """The bytes the next collect of the request leads to, and how many attempts it generated for them."""
     engine = EchoEngine("again")
     with unfinished.kept(REQUEST.request_id) as finished:
-        trajectories = asyncio.run(scheduler([engine], grader).collect(REQUEST, 5.0, finished))
+        trajectories = asyncio.run(
+            scheduler([engine], *([grader] if grader else [])).collect(REQUEST, 5.0, finished)
+        ).trajectories
     return encode_trajectories(trajectories), len(engine.seen)
 
 
 def test_a_reward_that_went_away_costs_no_generation(tmp_path):
     unfinished = Unfinished(tmp_path / "unfinished")
     fail(unfinished, scheduler([EchoEngine("a"), EchoEngine("b")], AbsentGrader(grades=5)), RewardUnavailable)
-    grader = AbsentGrader(grades=1)  # one call for all that is left
+    grader = AbsentGrader(grades=7)  # what is left
     assert collect_again(unfinished, grader) == (uninterrupted(), 0)
 
 
@@ -284,11 +292,47 @@ def test_grades_that_were_given_are_not_asked_for_again(tmp_path):
         assert len(finished) == 12
 
 
-def test_an_engine_that_died_costs_only_what_it_had_not_finished(tmp_path):
-    """Two of its six attempts were, and all six of the other engine's, which is let finish."""
+def test_an_engine_that_died_is_replaced_by_the_others_and_nothing_changes_by_that():
+    """Two of its six attempts were finished; the other engine makes the rest beside its own."""
+    other = EchoEngine("b")
+    trajectories = asyncio.run(scheduler([DyingEngine("a"), other]).collect(REQUEST, 5.0)).trajectories
+    assert encode_trajectories(trajectories) == uninterrupted()
+    assert len(other.seen) == 6 + 4
+
+
+def test_the_last_engine_to_die_costs_only_what_it_had_not_finished(tmp_path):
+    """Two of the six attempts of the first, two of the ten that the second then had."""
     unfinished = Unfinished(tmp_path)
-    fail(unfinished, scheduler([DyingEngine("a"), EchoEngine("b")]), RoleDied)
-    assert collect_again(unfinished) == (uninterrupted(), 4)
+    says = "a died while generating; b died while generating; none is left"
+    with pytest.raises(RoleDied, match=says), unfinished.kept(REQUEST.request_id) as finished:
+        asyncio.run(scheduler([DyingEngine("a"), DyingEngine("b")]).collect(REQUEST, 5.0, finished))
+    assert collect_again(unfinished) == (uninterrupted(), 8)
+
+
+def test_the_dead_stay_dead_for_later_stages():
+    dying, other = DyingEngine("a"), EchoEngine("b")
+    both = scheduler([dying, other])
+
+    async def collect_then_evaluate() -> None:
+        await both.collect(REQUEST, 5.0)
+        await both.evaluate(6, 5.0)
+
+    asyncio.run(collect_then_evaluate())
+    assert (len(dying.seen), len(other.seen)) == (6, 10 + 6)
+
+
+class DyingGrader(ExactGrader):
+    async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure]:
+        raise RoleDied(f"{self.name} died while grading")
+
+
+def test_what_a_dead_grader_had_is_graded_by_the_others():
+    dying = DyingGrader()
+    dying.name = "dying grader"
+    batch = asyncio.run(scheduler([EchoEngine("a")], dying, ExactGrader()).collect(REQUEST, 5.0))
+    assert encode_trajectories(batch.trajectories) == uninterrupted()
+    with pytest.raises(RoleDied, match="dying grader died while grading"):
+        asyncio.run(scheduler([EchoEngine("a")], dying).collect(REQUEST, 5.0))
 
 
 def test_a_deadline_costs_only_what_was_not_finished(tmp_path):
@@ -299,7 +343,7 @@ def test_a_deadline_costs_only_what_was_not_finished(tmp_path):
 
 def test_what_fails_after_everything_is_graded_generates_nothing_again(tmp_path):
     unfinished = Unfinished(tmp_path)
-    keep(unfinished, REQUEST.request_id, asyncio.run(scheduler([EchoEngine("a")]).collect(REQUEST, 5.0)))
+    keep(unfinished, REQUEST.request_id, asyncio.run(scheduler([EchoEngine("a")]).collect(REQUEST, 5.0)).trajectories)
     assert collect_again(unfinished, AbsentGrader()) == (uninterrupted(), 0)
 
 

@@ -1,0 +1,247 @@
+"""Many engines as one, and many graders: who gets what, and who is still there. For the length of one stage.
+
+An attempt goes to the engine that has least to do, or to the one that has others of its group (and their prompt), unless
+that one is well behind. What becomes ready together travels in one call per engine, since a call costs more than a token.
+Whoever dies is left out from then on, and what it had is given to others: tokens depend on seed and weights alone, so
+nothing changes by that. What happened is told to whoever drives the stage, as the events below.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from roll_core.errors import RewardUnavailable, RoleDied
+from roll_core.inference.requests import Completion, GenerationRequest
+from roll_core.types.trajectory import Failure, Problem, Score, Trajectory
+
+GRADED_AT_ONCE = 256
+"""Most trajectories sent to a grader in one call; those that end together are shared out over all graders first."""
+BITES_PER_ENGINE = 4
+"""An engine holds as many requests as it has slots and a quarter more, which wait there, so that a free slot is filled
+without a message; and it gets that quarter at once, so that calls stay few."""
+
+Item = tuple[Problem, Trajectory]
+Answer = Score | Failure | RewardUnavailable
+
+
+class EngineClient(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
+        """Completions in the order they finish, several at a time."""
+        ...
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """End these now; they come back from `generate` with what they have. What is unknown or over is ignored."""
+        ...
+
+
+class GraderClient(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    async def grade(self, items: list[Item]) -> list[Answer]:
+        """One answer per item, in order. What stays unavailable is answered, not raised: its siblings keep their grades."""
+        ...
+
+
+@dataclass(frozen=True)
+class Completed:
+    """Attempts an engine is done with."""
+
+    completions: list[Completion]
+
+
+@dataclass(frozen=True)
+class NotGenerated:
+    """A call to an engine failed, and with it these. After a RoleDied another engine can have them."""
+
+    request_ids: list[str]
+    error: BaseException
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What a grader said of each item."""
+
+    answers: list[tuple[Item, Answer]]
+
+
+@dataclass(frozen=True)
+class NotGraded:
+    """A call to a grader failed. After a RoleDied another one can have its items."""
+
+    items: list[Item]
+    error: BaseException
+
+
+Event = Completed | NotGenerated | Answered | NotGraded
+Tell = Callable[[Event], None]
+
+
+@dataclass
+class Deaths:
+    """Who is no more, with the sentence it died by. Outlives a stage: the dead stay dead until the next leg."""
+
+    sentences: dict[str, str] = field(default_factory=dict)
+
+    def note(self, name: str, error: RoleDied) -> None:
+        self.sentences[name] = str(error)
+
+    def of(self, clients: Sequence[EngineClient] | Sequence[GraderClient]) -> RoleDied:
+        """The failure of a stage that has nobody left."""
+        sentences = [self.sentences[client.name] for client in clients if client.name in self.sentences]
+        return RoleDied("; ".join(sentences) + ("; none is left" if len(sentences) > 1 else ""))
+
+
+class _Calls:
+    """Calls under way. A call that fails is reported to whoever made it."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, call: Coroutine[Any, Any, None], failed: Callable[[BaseException], None]) -> None:
+        task = asyncio.get_running_loop().create_task(call)
+        self._tasks.add(task)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            error = None if task.cancelled() else task.exception()
+            if error is not None:
+                failed(error)
+
+        task.add_done_callback(ended)
+
+    def cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+
+class Router:
+    def __init__(self, engines: Sequence[EngineClient], slots_per_engine: int, deaths: Deaths, tell: Tell):
+        self._engines = engines
+        self._deaths = deaths
+        self._tell = tell
+        self._slots = slots_per_engine
+        self._bite = -(-slots_per_engine // BITES_PER_ENGINE)
+        self._alive = {engine.name: engine for engine in engines if engine.name not in deaths.sentences}
+        self.load = dict.fromkeys(self._alive, 0)
+        """Requests each engine has."""
+        self._has_room = set(self._alive)
+        self._home: dict[int, str] = {}
+        self._engine_of: dict[str, str] = {}
+        self._outgoing: dict[str, list[GenerationRequest]] = {}
+        self._calls = _Calls()
+
+    @property
+    def nobody_left(self) -> RoleDied | None:
+        return None if self._alive else self._deaths.of(self._engines)
+
+    def assign(self, group: int, request: GenerationRequest) -> bool:
+        """Give a request of a group to an engine, with the next `send`; False where all have enough for now."""
+        with_room = [name for name in self._alive if name in self._has_room]
+        if not with_room:
+            return False
+        name = min(with_room, key=self.load.__getitem__)
+        home = self._home.get(group)
+        if home in self._has_room and self.load[home] - self.load[name] <= self._bite:
+            name = home
+        self._home[group] = name
+        self._engine_of[request.request_id] = name
+        self._outgoing.setdefault(name, []).append(request)
+        self.load[name] += 1
+        if self.load[name] == self._slots + self._bite:
+            self._has_room.discard(name)
+        return True
+
+    def send(self) -> None:
+        """All that was assigned since the last time, in one call per engine."""
+        outgoing, self._outgoing = self._outgoing, {}
+        for name, requests in outgoing.items():
+            left = {request.request_id: None for request in requests}
+
+            def failed(error: BaseException, name: str = name, left: dict[str, None] = left) -> None:
+                self._failed(name, list(left), error)
+
+            self._calls.start(self._generate(self._alive[name], requests, left), failed)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Engines need not go on with these. One that dies over it is known by its completions, which do not come."""
+        ids_of: dict[str, list[str]] = {}
+        for request_id in request_ids:
+            ids_of.setdefault(self._engine_of[request_id], []).append(request_id)
+        for name, ids in ids_of.items():
+            if name in self._alive:
+                self._calls.start(self._alive[name].abort(ids), self._abort_failed)
+
+    def cancel(self) -> None:
+        self._calls.cancel()
+
+    async def _generate(self, engine: EngineClient, requests: list[GenerationRequest], left: dict[str, None]) -> None:
+        async for completions in engine.generate(requests):
+            for completion in completions:
+                assert completion.request_id in left, f"{engine.name} gave {completion.request_id} unasked, or twice"
+                del left[completion.request_id]
+            self._freed(engine.name, len(completions))
+            self._tell(Completed(completions))
+        assert not left, f"{engine.name} gave no completion for {', '.join(left)}"
+
+    def _freed(self, name: str, count: int) -> None:
+        self.load[name] -= count
+        if self.load[name] <= self._slots and name in self._alive:
+            self._has_room.add(name)
+
+    def _abort_failed(self, error: BaseException) -> None:
+        if not isinstance(error, RoleDied):
+            self._tell(NotGenerated([], error))
+
+    def _failed(self, name: str, request_ids: list[str], error: BaseException) -> None:
+        if isinstance(error, RoleDied):
+            self._deaths.note(name, error)
+            self._alive.pop(name, None)
+            self._has_room.discard(name)
+        self._freed(name, len(request_ids))
+        self._tell(NotGenerated(request_ids, error))
+
+
+class GraderPool:
+    def __init__(self, graders: Sequence[GraderClient], deaths: Deaths, tell: Tell):
+        self._graders = graders
+        self._deaths = deaths
+        self._tell = tell
+        self._alive = {grader.name: grader for grader in graders if grader.name not in deaths.sentences}
+        self._next = 0
+        self._calls = _Calls()
+
+    @property
+    def nobody_left(self) -> RoleDied | None:
+        return None if self._alive else self._deaths.of(self._graders)
+
+    def send(self, items: list[Item]) -> None:
+        """Shared out over the graders, each in its turn."""
+        alive = list(self._alive.values())
+        size = max(1, min(GRADED_AT_ONCE, -(-len(items) // len(alive))))
+        for start in range(0, len(items), size):
+            grader = alive[self._next % len(alive)]
+            self._next += 1
+            part = items[start : start + size]
+
+            def failed(error: BaseException, name: str = grader.name, part: list[Item] = part) -> None:
+                self._failed(name, part, error)
+
+            self._calls.start(self._grade(grader, part), failed)
+
+    def cancel(self) -> None:
+        self._calls.cancel()
+
+    async def _grade(self, grader: GraderClient, items: list[Item]) -> None:
+        answers = await grader.grade(items)
+        self._tell(Answered(list(zip(items, answers, strict=True))))
+
+    def _failed(self, name: str, items: list[Item], error: BaseException) -> None:
+        if isinstance(error, RoleDied):
+            self._deaths.note(name, error)
+            self._alive.pop(name, None)
+        self._tell(NotGraded(items, error))
