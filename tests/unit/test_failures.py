@@ -21,6 +21,7 @@ from roll_core.errors import (
     classify,
     one_line,
 )
+from roll_core.reporting.stage_log import StageLog
 from roll_core.retries import pauses
 from roll_core.types.manifest import LegEnded, Receipt
 from tasks.durability import pure
@@ -115,29 +116,31 @@ def pure_task(failures: list[Exception]):
     return pure("stage")(stage).fn, calls
 
 
-SERVICES = SimpleNamespace(config=SimpleNamespace(retries=AT_ONCE))
+@pytest.fixture
+def services(tmp_path) -> SimpleNamespace:
+    return SimpleNamespace(config=SimpleNamespace(retries=AT_ONCE), stage_log=StageLog(tmp_path))
 
 
-def test_a_pure_task_is_repeated_while_the_failure_is_transient():
+def test_a_pure_task_is_repeated_while_the_failure_is_transient(services):
     stage, calls = pure_task([ConnectionResetError(), TimeoutError()])
-    assert stage(7, services=SERVICES).metrics == {"number": 7}
+    assert stage(7, services=services).metrics == {"number": 7}
     assert calls == [7, 7, 7]
 
 
-def test_a_pure_task_gives_up_after_the_repeats_of_the_config():
+def test_a_pure_task_gives_up_after_the_repeats_of_the_config(services):
     stage, calls = pure_task([OSError(str(n)) for n in range(9)])
     with pytest.raises(OSError, match="2"):
-        stage(7, SERVICES)
+        stage(7, services)
     assert len(calls) == 3
 
 
 @pytest.mark.parametrize(
     "error", [ValueError("nan"), RoleDied("gone"), DeadlineExceeded("late"), StoreUnavailable("waited"), UserError("key")]
 )
-def test_a_pure_task_is_not_repeated_when_that_cannot_help_or_somebody_has_waited_already(error):
+def test_a_pure_task_is_not_repeated_when_that_cannot_help_or_somebody_has_waited_already(services, error):
     stage, calls = pure_task([error])
     with pytest.raises(type(error)):
-        stage(7, SERVICES)
+        stage(7, services)
     assert len(calls) == 1
 
 
