@@ -275,7 +275,7 @@ def page(outcome: Outcome, services: list[BrokenRun], minutes: float) -> str:
 
 Written by `make chaos` in {minutes:.0f} minutes on {os.cpu_count()} cores. Real runs of ten iterations of a tiny model are
 broken on purpose, resumed, and compared with an unbroken run: the digest of the weights, the rollouts (token ids, logprobs,
-scores) and every metric that is not a time, of every iteration, to the bit.
+scores) and every metric but times and file sizes, of every iteration, to the bit.
 
 `ok 12 s` means: nothing that was committed was lost, nothing differs, and the next commit came 12 s after the fault. An
 iteration of this model takes a fraction of a second: the seconds are those of a leg's end and start, not of work done again.

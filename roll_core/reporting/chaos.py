@@ -140,7 +140,7 @@ def _seconds_by_stage(events: Sequence[StageEvent]) -> dict[str, dict[int, float
 
 
 def differences(unbroken: Sequence[Manifest], broken: Sequence[Manifest]) -> tuple[str, ...]:
-    """What is not the same to the bit: weights, rollouts (token ids, logprobs, scores) and every metric but times."""
+    """What is not the same to the bit: weights, rollouts (token ids, logprobs, scores) and every metric of learning."""
     found = []
     for expected, got in zip_longest(unbroken, broken):
         if expected is None or got is None:
@@ -163,11 +163,12 @@ def _quantities(manifest: Manifest) -> dict[str, str]:
         "trajectories digest": collected.trajectories.digest if collected else "",
         "number of trajectories": str(collected.num_trajectories if collected else 0),
         "evaluation digest": evaluated.trajectories.digest if evaluated else "",
-    } | {name: repr(value) for name, value in manifest.metrics.items() if not _measures_time(name)}
+    } | {name: repr(value) for name, value in manifest.metrics.items() if not _is_of_the_machine(name)}
 
 
-def _measures_time(name: str) -> bool:
-    return name.startswith("throughput/") or "seconds" in name
+def _is_of_the_machine(name: str) -> bool:
+    """Times, and the size of checkpoint files, which name the folder they were written in."""
+    return name.startswith(("throughput/", "checkpoint/")) or "seconds" in name
 
 
 def generated_again(chain: Sequence[Manifest], events: Sequence[StageEvent]) -> tuple[str, ...]:

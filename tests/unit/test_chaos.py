@@ -98,9 +98,10 @@ def test_the_kills_of_a_run_are_met_one_after_the_other():
         assert all(b.iteration - a.iteration >= ITERATIONS_APART for a, b in pairwise(run))
 
 
-def test_runs_that_differ_in_legs_and_times_alone_are_equal():
+def test_runs_that_differ_in_legs_times_and_file_sizes_alone_are_equal():
     ours = [manifest(1, leg=3, metrics={"update/loss": 0.25, "throughput/tokens_per_second": 3.0}, timings={"update": 9.0})]
     assert differences([manifest(1)], ours) == ()
+    assert differences([manifest(1, metrics={"checkpoint/megabytes": 1.5})], [manifest(1, metrics={})]) == ()
     bad = {"update/loss": math.nan}
     assert differences([manifest(1, metrics=bad)], [manifest(1, metrics=bad)]) == ()
 
