@@ -23,11 +23,9 @@ class GroupFilter(Section):
     @model_validator(mode="after")
     def _says_something(self):
         if not self.equal_rewards and self.min_spread is None and self.min_mean is None and self.max_mean is None:
-            raise ValueError(
-                "filter leaves nothing out: set equal_rewards, min_spread, min_mean or max_mean, or make it null"
-            )
+            raise ValueError("it leaves nothing out: set equal_rewards, min_spread, min_mean or max_mean, or make it null")
         if self.min_mean is not None and self.max_mean is not None and self.min_mean > self.max_mean:
-            raise ValueError(f"filter.min_mean ({self.min_mean}) must not be above filter.max_mean ({self.max_mean})")
+            raise ValueError(f"min_mean ({self.min_mean}) must not be above max_mean ({self.max_mean})")
         return self
 
 

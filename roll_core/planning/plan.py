@@ -86,9 +86,11 @@ def _sampling(rollout: RolloutConfig) -> list[tuple[str, str]]:
     """What is drawn beyond the batch, where anything is."""
     rows = []
     if rollout.filter is not None:
-        conditions = ", ".join(f"{key} {value}" for key, value in rollout.filter.model_dump(exclude_defaults=True).items())
+        conditions = ", ".join(
+            f"{key} {value}" for key, value in rollout.filter.model_dump(mode="json", exclude_defaults=True).items()
+        )
         most = int(rollout.max_draws * rollout.num_groups)
-        rows.append(("", f"groups with {conditions} are left out and replaced, at most {most} problems drawn"))
+        rows.append(("", f"filtered ({conditions}): groups left out are replaced, at most {most} problems drawn"))
     if rollout.redundant_groups or rollout.redundant_attempts:
         extra = f"{rollout.redundant_groups} more problems, {rollout.redundant_attempts} more trajectories each"
         rows.append(("", f"{extra} in flight: the first to finish win, the rest is aborted"))

@@ -47,7 +47,10 @@ def test_a_run_with_redundancy_aborts_what_is_late_and_goes_on(workspace):
     for manifest in workspace.chain()[1:]:
         assert Counter(manifest.draws.outcomes)["t"] == 4
         assert manifest.metrics["rollout/drawn_groups"] == len(manifest.draws.outcomes) == 8
-        assert manifest.metrics["rollout/aborted_attempts"] == 8 * 8 - 4 * 4
+        assert (
+            0 < manifest.metrics["rollout/aborted_attempts"] <= 8 * 8 - 4 * 4
+        )  # some had their grades, and their group came late
+        assert manifest.metrics["rollout/wasted_tokens"] > 0
         assert manifest.collected.num_trajectories == 4 * 4
 
 

@@ -162,8 +162,8 @@ def test_filters_by_hand(keep, rewards, useful):
 @pytest.mark.parametrize(
     ("section", "says"),
     [
-        ({"filter": {}}, "filter leaves nothing out"),
-        ({"filter": {"min_mean": 0.9, "max_mean": 0.1}}, "min_mean .0.9. must not be above filter.max_mean .0.1."),
+        ({"filter": {}}, "it leaves nothing out"),
+        ({"filter": {"min_mean": 0.9, "max_mean": 0.1}}, "min_mean .0.9. must not be above max_mean .0.1."),
         ({"filter": {"equal_rewards": True}, "group_size": 1}, "one reward has no spread"),
         ({"max_draws": 0.5}, "greater than or equal to 1"),
     ],
