@@ -330,10 +330,12 @@ def up_command(options: argparse.Namespace) -> int:
 
 def _follow(config: "RunConfig", store_uri: str, flow_name: str, parameters: dict[str, object]) -> int:
     """Run a flow of `flows.rlvr` in this process and draw what it does."""
+    from httpx import TransportError
     from rich.console import Console
 
-    from flows.control_plane import prefect_api
+    from flows.control_plane import leave_soon, prefect_api
     from flows.terminal import showing
+    from roll_core.store.summary import summary_of_finished
 
     console = Console()
     with showing(config, console) as view:
@@ -356,9 +358,19 @@ def _follow(config: "RunConfig", store_uri: str, flow_name: str, parameters: dic
             view.progress.stop()
             how = f"; resume it with: roll resume {view.run.run_id}{_store_option(store_uri)}" if view.run else ""
             print(f"roll: {error}{how}", file=sys.stderr)
+            leave_soon(error.exit_code)
             return error.exit_code
+        except TransportError as error:
+            # Of Prefect's client: the flow's end could not be told. What counts is in the store.
+            view.progress.stop()
+            if view.run is None or (summary := summary_of_finished(view.run)) is None:
+                how = f"; resume it with: roll resume {view.run.run_id}{_store_option(store_uri)}" if view.run else ""
+                print(f"roll: the Prefect server cannot be reached ({error}){how}", file=sys.stderr)
+                leave_soon(1)
+                return 1
     assert view.run is not None
     _say_where_to_look(console, view.run, config, summary)
+    leave_soon(0)
     return 0
 
 

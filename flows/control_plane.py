@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -22,9 +23,25 @@ _QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1", "PRE
 """The command says itself what went wrong; an embedded server has no page on which to read logs."""
 
 
+_PATIENCE = {"PREFECT_CLIENT_MAX_RETRIES": "3"}
+"""A flow needs its server when it begins and when it ends, and waits for it for about 15 s each time (Prefect's own default
+is a minute). Nothing in between does."""
+FAREWELL_SECONDS = 20.0
+"""At the end of a process Prefect delivers the events it has left, for minutes if nobody takes them."""
+
+
+def leave_soon(exit_code: int) -> None:
+    """End this process soon, whatever Prefect still has to say: to be called when all is done that matters."""
+    farewell = threading.Timer(FAREWELL_SECONDS, os._exit, [exit_code])
+    farewell.daemon = True
+    farewell.start()
+
+
 @contextlib.contextmanager
 def prefect_api(log_dir: Path) -> Iterator[str]:
     """The address of a running Prefect API, exported so that legs report to the same one."""
+    for name, value in _PATIENCE.items():
+        os.environ.setdefault(name, value)
     given = os.environ.get("PREFECT_API_URL")
     if given:
         yield given

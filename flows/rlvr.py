@@ -7,8 +7,7 @@ from prefect import flow, get_run_logger
 
 from flows.train_leg import run_train_leg
 from roll_core.errors import FailureClass, LegFailed
-from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import read_chain, read_config
+from roll_core.store.runs import read_chain, read_config, store_of
 from roll_core.store.summary import RunSummary
 from roll_core.tracking.spool import RunStatus
 from roll_core.types.manifest import LegEnded
@@ -41,7 +40,7 @@ def carry_on(run: RunRef) -> RunSummary:
     """Leg after leg until the run is done, or until there is a reason to stop."""
     logger = get_run_logger()
     announce_run(run)
-    legs = read_config(run).legs
+    config = read_config(run)
     endings: list[LegEnded] = []
     for number in count(next_leg(run)):
         ended = run_leg(run, number, run_train_leg)
@@ -51,9 +50,9 @@ def carry_on(run: RunRef) -> RunSummary:
             raise LegFailed(ended.cause)
         endings.append(ended)
         logger.warning("leg %d ended at iteration %d: %s", ended.leg, ended.last_iteration, ended.cause)
-        reason = reason_to_stop(endings, legs.max_failures)
+        reason = reason_to_stop(endings, config.legs.max_failures)
         if reason is not None:
-            note_end(run, RunStatus.FAILED)
+            note_end(run, config, RunStatus.FAILED)
             raise LegFailed(reason)
     return summarize(run)
 
@@ -62,7 +61,13 @@ def reason_to_stop(endings: Sequence[LegEnded], max_failures: int) -> str | None
     """Why no leg should follow these, all of which failed, the last one last; None if one should."""
     last = endings[-1]
     stuck = list(takewhile(lambda ended: ended.last_iteration == last.last_iteration, reversed(endings)))
-    reached = f"at iteration {last.last_iteration}" if last.last_iteration >= 0 else "before its first commit"
+    match last.last_iteration:
+        case None:
+            reached = "without its store"
+        case -1:
+            reached = "before its first commit"
+        case iteration:
+            reached = f"at iteration {iteration}"
     told = f"{last.cause} (log: {last.log})"
     if len(stuck) > 1 and failed_alike(last, stuck[1]):
         return f"{last.run_id} stopped {reached}: two legs in a row failed in the same way: {told}"
@@ -78,5 +83,5 @@ def failed_alike(one: LegEnded, other: LegEnded) -> bool:
 
 def next_leg(run: RunRef) -> int:
     """Legs are numbered over the whole life of a run."""
-    chain = read_chain(ObjectStore(run.store_uri), run.run_id)
+    chain = read_chain(store_of(run), run.run_id)
     return chain[-1].leg + 1 if chain else 1

@@ -8,14 +8,15 @@ import threading
 import traceback
 from typing import Any
 
+from httpx import TransportError
 from prefect import flow
 from prefect.context import hydrated_context
 
+from flows.control_plane import leave_soon
 from roll_core.config.run import RunConfig, flat_config
 from roll_core.errors import ArtifactDamaged
 from roll_core.store.fork import lineage
-from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import read_chain, read_config
+from roll_core.store.runs import read_chain, read_config, store_of
 from roll_core.tracking.spool import RunStatus
 from roll_core.types.manifest import CollectRequest, LegEnded, Manifest, Updated
 from roll_core.types.refs import RunRef, record_digest
@@ -110,19 +111,32 @@ def run_train_leg(run: RunRef, leg: int, context: dict[str, Any], launcher_pid: 
     """What a leg's process runs: the flow, as a child of the flow that launched it; failures become an answer."""
     die_with(launcher_pid)
     scratch = run_dir(run, read_config(run))
-    if not any(manifest.run_id == run.run_id for manifest in read_chain(ObjectStore(run.store_uri), run.run_id)):
+    if not any(manifest.run_id == run.run_id for manifest in read_chain(store_of(run), run.run_id)):
         # Scratch of a run of the same name in another store, or in one since deleted.
         for folder in ("stage-cache", "unfinished", "spool"):
             shutil.rmtree(scratch / folder, ignore_errors=True)
     with hydrated_context(context):
         try:
             return train_leg.with_options(result_storage=scratch / "stage-cache")(run, leg)
+        except TransportError as error:
+            # Of Prefect's client. If the body of the flow came to its end, all that is missing is that the server knows.
+            return finished_leg(run, leg) or leg_failed(run, leg, error)
         except Exception as error:
             traceback.print_exc()  # the answer is one line; the leg's log has the rest
             if isinstance(error, ArtifactDamaged):
                 # A kept answer may name rollouts that were collected as garbage before they were committed: make it again.
                 shutil.rmtree(scratch / "stage-cache", ignore_errors=True)
             return leg_failed(run, leg, error)
+        finally:
+            leave_soon(exit_code=0)
+
+
+def finished_leg(run: RunRef, leg: int) -> LegEnded | None:
+    """The answer of a leg that has nothing left to do, if it has not."""
+    chain = read_chain(store_of(run), run.run_id)
+    if not chain or chain[-1].iteration < read_config(run).iterations:
+        return None
+    return LegEnded(run_id=run.run_id, leg=leg, last_iteration=chain[-1].iteration, finished=True, fenced=False, cause="")
 
 
 def die_with(launcher_pid: int) -> None:

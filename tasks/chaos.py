@@ -19,8 +19,7 @@ from pathlib import Path
 from roll_core.errors import RollError
 from roll_core.reporting.chaos import FLOW, RECOVER, BrokenRun, KillPoint, Recovery, differences, generated_again
 from roll_core.reporting.stage_log import FILE_NAME, Edge, StageEvent, read_stages
-from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import read_chain, read_config
+from roll_core.store.runs import read_chain, read_config, store_of
 from roll_core.types.manifest import Manifest
 from roll_core.types.refs import RunRef
 from tasks.durability import state_changing
@@ -177,7 +176,7 @@ def _seconds_to_commit(fault: Fault, chain: Sequence[Manifest], events: Sequence
 
 
 def chain_of(run: RunRef) -> list[Manifest]:
-    return read_chain(ObjectStore(run.store_uri), run.run_id)
+    return read_chain(store_of(run), run.run_id)
 
 
 @functools.cache

@@ -10,15 +10,16 @@ import submitit
 from prefect.context import serialize_context
 
 from infra.slurm.launcher import submit_leg
-from roll_core.errors import FailureClass, IterationTaken, RollError, classify, one_line
+from roll_core.config.run import RunConfig
+from roll_core.errors import FailureClass, IterationTaken, RollError, StoreUnavailable, classify, one_line
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import read_chain, read_config
+from roll_core.store.runs import read_chain, read_config, store_of
 from roll_core.tracking.spool import RunStatus
 from roll_core.tracking.tracker import Tracker
 from roll_core.types.manifest import LegEnded
 from roll_core.types.refs import RunRef
 from tasks.durability import state_changing
-from tasks.progress import ManifestWatch
+from tasks.progress import GLANCE_SECONDS, ManifestWatch
 from tasks.services import run_dir
 
 POLL_S = 0.2
@@ -35,7 +36,7 @@ def run_leg(run: RunRef, leg: int, function: LegFunction) -> LegEnded:
     """Launch a leg and wait for it. A leg that dies without an answer is an answer too; being interrupted takes it along."""
     config = read_config(run)
     folder = run_dir(run, config) / f"leg-{leg}"
-    watch = ManifestWatch(run, next_iteration=len(read_chain(ObjectStore(run.store_uri), run.run_id)))
+    watch = ManifestWatch(run, next_iteration=len(read_chain(store_of(run), run.run_id)))
     job = submit_leg(config.legs, folder, function, (run, leg, serialize_context(), os.getpid()))
     try:
         while not job.done():
@@ -43,15 +44,14 @@ def run_leg(run: RunRef, leg: int, function: LegFunction) -> LegEnded:
             time.sleep(POLL_S)
     except BaseException:
         _take_down(job)
-        note_end(run, RunStatus.KILLED)
+        note_end(run, config, RunStatus.KILLED)
         raise
     watch.look()
     return _read_ending(job, run, leg).model_copy(update={"log": str(job.paths.stdout)})
 
 
-def note_end(run: RunRef, status: RunStatus) -> None:
+def note_end(run: RunRef, config: RunConfig, status: RunStatus) -> None:
     """Tell the tracker that a run ended before its last iteration. The uploader does it by itself, beside or after us."""
-    config = read_config(run)
     tracker = Tracker(config.tracking, run, run_dir(run, config) / "tracking")
     tracker.end(status)
     tracker.start()
@@ -85,12 +85,20 @@ def leg_failed(run: RunRef, leg: int, error: Exception) -> LegEnded:
     return _ended_early(run, leg, one_line(error), classify(error), fenced=isinstance(error, IterationTaken))
 
 
+def _last_iteration(run: RunRef) -> int | None:
+    """A glance: a store that is away has been waited for, and may be why the leg ended."""
+    try:
+        chain = read_chain(ObjectStore(run.store_uri, GLANCE_SECONDS), run.run_id)
+    except StoreUnavailable:
+        return None
+    return chain[-1].iteration if chain else -1
+
+
 def _ended_early(run: RunRef, leg: int, cause: str, failure: FailureClass, *, fenced: bool) -> LegEnded:
-    chain = read_chain(ObjectStore(run.store_uri), run.run_id)
     return LegEnded(
         run_id=run.run_id,
         leg=leg,
-        last_iteration=chain[-1].iteration if chain else -1,
+        last_iteration=_last_iteration(run),
         finished=False,
         fenced=fenced,
         cause=cause,

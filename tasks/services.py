@@ -12,7 +12,7 @@ from roll_core.config.run import RunConfig
 from roll_core.errors import IterationTaken
 from roll_core.reporting.stage_log import StageLog
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import read_config
+from roll_core.store.runs import read_config, store_of
 from roll_core.tracking.tracker import Tracker
 from roll_core.types.refs import RunRef
 
@@ -58,8 +58,7 @@ def open_services(run: RunRef, leg: int) -> Iterator[Services]:
         with Fleet(run, config, leg_dir) as fleet:
             tracker.set_tags({"roll.leg": str(leg)})
             settle()
-            store = ObjectStore(run.store_uri, config.store.retry_seconds)
-            yield Services(run, config, leg, store, fleet, tracker, StageLog(leg_dir))
+            yield Services(run, config, leg, store_of(run), fleet, tracker, StageLog(leg_dir))
 
 
 def _clear_scratch(folder: Path) -> None:

@@ -1,8 +1,7 @@
 """summary: what a run achieved, as a record and as a page."""
 
 from roll_core.reporting.report import render_report
-from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import read_chain, read_config
+from roll_core.store.runs import read_chain, read_config, store_of
 from roll_core.store.summary import RunSummary, summary_of
 from roll_core.types.refs import RunRef
 from tasks.durability import state_changing
@@ -12,7 +11,7 @@ from tasks.services import run_dir
 @state_changing("summary")
 def summarize(run: RunRef) -> RunSummary:
     config = read_config(run)
-    chain = read_chain(ObjectStore(run.store_uri), run.run_id)
+    chain = read_chain(store_of(run), run.run_id)
     report = run_dir(run, config) / "report.html"
     report.parent.mkdir(parents=True, exist_ok=True)
     report.write_text(render_report(run.run_id, config, chain))

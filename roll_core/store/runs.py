@@ -6,6 +6,7 @@ from typing import Any
 
 from roll_core.config.load import validate_config
 from roll_core.config.run import RunConfig
+from roll_core.config.services import RETRY_SECONDS
 from roll_core.errors import ArtifactDamaged, IterationTaken, UserError
 from roll_core.store.medium import in_order
 from roll_core.store.object_store import AlreadyExists, ObjectStore
@@ -28,7 +29,12 @@ def open_run(store: ObjectStore, config: RunConfig) -> RunRef:
         except AlreadyExists:
             number += 1
             continue
-        return RunRef(run_id=run_id, store_uri=store.uri, config_digest=digest_of(config_json))
+        return _ref(store, run_id, config_json)
+
+
+def store_of(run: RunRef) -> ObjectStore:
+    """The store a run lives in, asked for as long as the run's config says."""
+    return ObjectStore(run.store_uri, run.retry_seconds)
 
 
 def give_back(store: ObjectStore, run: RunRef) -> None:
@@ -43,14 +49,14 @@ def find_run(store: ObjectStore, run_id: str, asked_by: str = "RUN") -> RunRef:
     except FileNotFoundError:
         known = ", ".join(list(store.list("runs"))[-8:]) or "none yet"
         raise UserError(f"{asked_by}: there is no run '{run_id}' in {store.uri}; runs there: {known}") from None
-    return RunRef(run_id=run_id, store_uri=store.uri, config_digest=digest_of(config_json))
+    return _ref(store, run_id, config_json)
 
 
 def read_config(run: RunRef) -> RunConfig:
     """The config a run was opened with, checked against the digest the ref carries."""
     name = _config_name(run.run_id)
     try:
-        config_json = read_sealed(ObjectStore(run.store_uri), name)
+        config_json = read_sealed(store_of(run), name)
     except FileNotFoundError:
         raise ArtifactDamaged(f"store: {name} is missing from {run.store_uri}: restore it from a copy") from None
     if digest_of(config_json) != run.config_digest:
@@ -140,6 +146,11 @@ def refuse_unless_learned(chain: list[Manifest], run_id: str, iteration: int) ->
     last = chain[-1].iteration if chain else 0
     if not 1 <= iteration <= last:
         raise UserError(f"RUN@ITERATION: {run_id} has iterations 1 to {last} to replay, not {iteration}")
+
+
+def _ref(store: ObjectStore, run_id: str, config_json: bytes) -> RunRef:
+    seconds = json.loads(config_json).get("store", {}).get("retry_seconds", RETRY_SECONDS)
+    return RunRef(run_id=run_id, store_uri=store.uri, config_digest=digest_of(config_json), retry_seconds=seconds)
 
 
 def _config_name(run_id: str) -> str:

@@ -1,7 +1,8 @@
 """What a run achieved so far, read from its manifests."""
 
+from roll_core.store.runs import read_chain, read_config, store_of
 from roll_core.types.manifest import Manifest
-from roll_core.types.refs import Record
+from roll_core.types.refs import Record, RunRef
 
 
 class RunSummary(Record):
@@ -20,3 +21,10 @@ class RunSummary(Record):
 def summary_of(run_id: str, chain: list[Manifest]) -> RunSummary:
     curve = tuple((m.iteration, m.evaluated.accuracy) for m in chain if m.evaluated is not None)
     return RunSummary(run_id=run_id, iterations=chain[-1].iteration if chain else 0, curve=curve)
+
+
+def summary_of_finished(run: RunRef) -> RunSummary | None:
+    """What a run achieved, if it came to its last iteration."""
+    chain = read_chain(store_of(run), run.run_id)
+    is_finished = bool(chain) and chain[-1].iteration == read_config(run).iterations
+    return summary_of(run.run_id, chain) if is_finished else None

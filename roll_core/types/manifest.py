@@ -215,7 +215,8 @@ class LegEnded(Record):
 
     run_id: str
     leg: int
-    last_iteration: int
+    last_iteration: int | None
+    """That was committed, -1 for none; null where the store could not be asked."""
     finished: bool
     fenced: bool
     cause: str

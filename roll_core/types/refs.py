@@ -101,3 +101,5 @@ class RunRef(Record):
     run_id: str
     store_uri: str
     config_digest: str
+    retry_seconds: float = 300.0
+    """The config's `store.retry_seconds`, for whoever has to ask the store for the config."""
