@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,12 +25,15 @@ _QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1", "PRE
 _PATIENCE = {"PREFECT_CLIENT_MAX_RETRIES": "3"}
 """A flow needs its server when it begins and when it ends, and waits for it for about 15 s each time (Prefect's own default
 is a minute). Nothing in between does."""
-FAREWELL_SECONDS = 20.0
+FAREWELL_SECONDS = 10.0
 """At the end of a process Prefect delivers the events it has left, for minutes if nobody takes them."""
 
 
 def leave_soon(exit_code: int) -> None:
-    """End this process soon, whatever Prefect still has to say: to be called when all is done that matters."""
+    """End this process soon if there is nobody to take Prefect's last events: to be called when all is done that matters."""
+    url = os.environ.get("PREFECT_API_URL")
+    if url is not None and answers(url):
+        return
     farewell = threading.Timer(FAREWELL_SECONDS, os._exit, [exit_code])
     farewell.daemon = True
     farewell.start()
@@ -94,10 +96,17 @@ def background_process(command: list[str], environment: dict[str, str], log_file
 def wait_until_healthy(server: subprocess.Popen[bytes], url: str, log_file: Path) -> None:
     ends_at = time.monotonic() + START_DEADLINE_S
     while time.monotonic() < ends_at and server.poll() is None:
-        with contextlib.suppress(urllib.error.URLError, OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+        if answers(url):
             return
         time.sleep(0.1)
     raise DeadlineExceeded(f"the embedded Prefect server did not start; its log is {log_file}")
+
+
+def answers(url: str) -> bool:
+    """Whether a server is up."""
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+        return True
+    return False
 
 
 def free_port() -> int:
