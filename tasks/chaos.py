@@ -152,7 +152,7 @@ def judge(run: RunRef, faults: Sequence[Fault], missed: Sequence[KillPoint], unb
             found=fault.found,
             num_committed=len(fault.committed),
             num_lost=sum(manifest not in chain for manifest in fault.committed),
-            seconds=_seconds_to_commit(fault, chain, events),
+            seconds=_seconds_to_commit(fault, events),
             said=fault.said,
             differences=(*fault.trouble, *differences(expected[begin:end], chain[begin:end])),
         )
@@ -167,11 +167,11 @@ def judge(run: RunRef, faults: Sequence[Fault], missed: Sequence[KillPoint], unb
     )
 
 
-def _seconds_to_commit(fault: Fault, chain: Sequence[Manifest], events: Sequence[StageEvent]) -> float | None:
-    """From a fault to the next commit; if a leg had to recover from it, to that leg's first."""
+def _seconds_to_commit(fault: Fault, events: Sequence[StageEvent]) -> float | None:
+    """From a fault to the end of the next commit; if a leg had to recover from it, to that leg's first."""
     recoveries = (event.at for event in events if event.name == RECOVER and event.edge is Edge.BEGIN)
     since = next((at for at in recoveries if at > fault.at), fault.at)
-    commits = (datetime.fromisoformat(manifest.committed_at) for manifest in chain)
+    commits = (event.at for event in events if event.stage == "commit" and event.edge is Edge.END)
     return next(((at - fault.at).total_seconds() for at in commits if at > since), None)
 
 
