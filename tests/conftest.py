@@ -2,19 +2,25 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.s3_server import S3Server, use_server
+if TYPE_CHECKING:
+    from tests.s3_server import S3Server
 
 
 @pytest.fixture(scope="session")
-def started_s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+def started_s3_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[S3Server]":
+    from tests.s3_server import S3Server  # here, so that tests on a GPU need no S3 library
+
     with S3Server(Path(tmp_path_factory.mktemp("s3"))) as server:
         yield server
 
 
 @pytest.fixture
-def s3_server(started_s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+def s3_server(started_s3_server: "S3Server", monkeypatch: pytest.MonkeyPatch) -> "S3Server":
+    from tests.s3_server import use_server
+
     use_server(monkeypatch, started_s3_server.environment)
     return started_s3_server

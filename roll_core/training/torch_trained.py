@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -27,6 +26,7 @@ from roll_core.config.model import ModelConfig
 from roll_core.config.training import OptimizerConfig, Precision, TrainingConfig
 from roll_core.models.causal_lm import build_model
 from roll_core.training.base import Snapshot
+from roll_core.training.host_copy import HostCopy
 from roll_core.training.schedule import learning_rate_at
 from roll_core.types.manifest import Metrics
 
@@ -72,8 +72,7 @@ class TorchTrained:
         self._settings = settings
         self._area = area
         self._sums: dict[str, Tensor] = {}
-        pinned = settings.device.type == "cuda"
-        self._stager = DefaultStager(StagingOptions(pinned, False, False, False))
+        self._host_copy = HostCopy()
         self._writers = dist.new_group(backend="gloo") if world_size() > 1 else None
 
     def start_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
@@ -110,7 +109,7 @@ class TorchTrained:
 
     def snapshot(self) -> Snapshot:
         model_state, optimizer_state = get_state_dict(self._module, self._optimizer)
-        state = self._stager.stage({"model": model_state, "optimizer": optimizer_state, "step": self._step})
+        state = self._host_copy.of({"model": model_state, "optimizer": optimizer_state, "step": self._step})
 
         def write(folder: Path) -> list[Path]:
             # Their own group: the ranks go on training, and the order of collectives within a group must be the same.
