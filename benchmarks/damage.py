@@ -47,7 +47,7 @@ class Damage(StrEnum):
 
 class Outcome(StrEnum):
     DETECTED = "detected"
-    REDONE = "harmless: the newest iteration counts as not happened and is done again"
+    REDONE = "harmless: the newest iteration is done again, or an older checkpoint loaded"
     SAME = "harmless: what is read is the same"
     NOT_NAMED = "detected, but the error does not name the object"
     CRASHED = "an error that is no sentence"
@@ -328,9 +328,9 @@ def _config(store_uri: str, seed: int) -> RunConfig:
 
 
 def print_table(outcomes: Counter[tuple[str, Damage, Outcome]]) -> None:
-    print(f"{'object':<10} {'damage':<12} {'outcome':<76} {'times':>5}")
+    print(f"{'object':<18} {'damage':<12} {'outcome':<76} {'times':>5}")
     for (kind, damage, outcome), times in sorted(outcomes.items()):
-        print(f"{kind:<10} {damage:<12} {outcome:<76} {times:>5}")
+        print(f"{kind:<18} {damage:<12} {outcome:<76} {times:>5}")
     print()
     for outcome in Outcome:
         print(f"{outcome:<76} {sum(times for (_, _, found), times in outcomes.items() if found is outcome):>5}")
