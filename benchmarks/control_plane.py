@@ -21,6 +21,7 @@ from roll_runs import WARM_UP, TimedIteration, machine_load, only_at_the_end, ru
 
 from flows.control_plane import prefect_api
 from roll_core.config.services import RetriesConfig
+from roll_core.reporting.stage_log import StageLog
 from roll_core.types.manifest import Receipt
 
 TARGET_MS = 500.0
@@ -29,7 +30,9 @@ NO_OP_ITERATIONS = 25
 PURE_TASKS, STATE_CHANGING_TASKS = 2, 3
 """Tasks of an iteration that neither evaluates nor writes a checkpoint: collect, prepare; update, publish, commit."""
 
-NO_SERVICES = SimpleNamespace(config=SimpleNamespace(retries=RetriesConfig()))
+NO_SERVICES = SimpleNamespace(
+    config=SimpleNamespace(retries=RetriesConfig()), stage_log=StageLog(Path(tempfile.mkdtemp(prefix="roll-stages-")))
+)
 """What a task that asks nobody needs of a leg's services."""
 
 Rows = dict[str, list[float]]
