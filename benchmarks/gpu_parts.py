@@ -2,14 +2,17 @@
 
     python benchmarks/gpu_parts.py [--sequences 512] [--new-tokens 256]
 
-Needs a GPU and neither Ray nor Prefect. Prints decode tokens/s (all slots busy), update tokens/s, peak memory, and what
-the output layer of a real vocabulary costs, fused and plain.
+Needs a GPU and neither Ray nor Prefect. Prints decode tokens/s (all slots busy), update tokens/s, peak memory, how long a
+checkpoint's copy blocks the trainer, and what the output layer of a real vocabulary costs, fused and plain.
 """
 
 import argparse
 import asyncio
 import random
+import tempfile
 import time
+import warnings
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -30,6 +33,8 @@ from roll_core.types.sample import Sample
 
 GPU = torch.device("cuda")
 PROMPT_TOKENS = 64
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def half_a_billion(max_positions: int) -> ScratchModel:
@@ -91,6 +96,22 @@ def _tokens(sequences: int, new_tokens: int) -> TokenData:
     return TokenData(torch.full((count,), -4.0), turn_N, torch.randn(sequences)[turn_N], torch.ones(count))
 
 
+def snapshots(model: ScratchModel) -> None:
+    """Weights and Adam's moments copied to the host, which blocks the trainer, and written to disk, which does not."""
+    backend = TorchBackend(model, TorchSettings(TrainingConfig(), seed=0, temperature=1.0, device=GPU))
+    backend.start_optimizer(OptimizerConfig(), total_steps=10)
+    for name in ("the first time", "again"):
+        with tempfile.TemporaryDirectory() as folder:
+            torch.cuda.synchronize()
+            times = [time.perf_counter()]
+            snapshot = backend.snapshot()
+            times.append(time.perf_counter())
+            size = sum(file.stat().st_size for file in snapshot(Path(folder) / "checkpoint")) / 1e9
+            blocked, written = times[1] - times[0], time.perf_counter() - times[1]
+        print(f"checkpoint of {size:.1f} GB, {name}: blocked {blocked:.2f} s ({size / blocked:.0f} GB/s), ", end="")
+        print(f"then written to disk in {written:.1f} s")
+
+
 def score_tokens(num_tokens: int, hidden: int = 1024, vocabulary: int = 151_936, chunk_tokens: int = 1024) -> None:
     """The output layer of a real vocabulary, forward and backward: fused, and as plain logits."""
     hidden_NH = torch.randn(num_tokens, hidden, device=GPU, dtype=torch.bfloat16, requires_grad=True)
@@ -131,6 +152,7 @@ def main() -> None:
     torch.cuda.reset_peak_memory_stats()
     print(f"update {update(model, options.sequences, options.new_tokens):,.0f} tokens/s")
     print(f"peak memory of the update {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
+    snapshots(model)
     score_tokens(16_384)
 
 
