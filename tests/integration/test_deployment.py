@@ -46,6 +46,7 @@ async def read_server(api_url: str) -> tuple[set[str], dict[str, str], list[str]
 def test_a_deployment_runs_on_a_worker_and_shows_every_stage(workspace):
     for name in ("flows", "tasks", "roll_core", "infra", "configs", "prefect.yaml"):
         (workspace.folder / name).symlink_to(ROOT / name)
+    workspace.environment["PREFECT_HOME"] = str(workspace.folder / "prefect-home")  # a server that has seen no other run
     prefect_port, mlflow_port = free_port(), free_port()
     api_url = f"http://127.0.0.1:{prefect_port}/api"
     up = workspace.start("up", "--prefect-port", str(prefect_port), "--mlflow-port", str(mlflow_port))
