@@ -18,8 +18,9 @@ import torch
 from roll_runs import FinishedRun
 from torch import Tensor
 
+from roll_core.config.rollout import InFlight
 from roll_core.config.run import RunConfig
-from roll_core.inference.base import InFlight, WeightsUpdate
+from roll_core.inference.base import WeightsUpdate
 from roll_core.inference.torch_engine import TorchEngine
 from roll_core.models.causal_lm import build_model
 from roll_core.roles.reward_role import RewardRole

@@ -5,8 +5,9 @@ from itertools import count
 
 import torch
 
+from roll_core.config.rollout import InFlight
 from roll_core.config.run import RunConfig
-from roll_core.inference.base import InFlight, WeightsUpdate
+from roll_core.inference.base import WeightsUpdate
 from roll_core.inference.torch_engine import TorchEngine
 from roll_core.roles.reward_role import RewardRole
 from roll_core.rollout.in_process import scheduler_in_process

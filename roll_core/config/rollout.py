@@ -1,8 +1,21 @@
 """How trajectories are generated."""
 
+from enum import StrEnum
+
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from roll_core.config.base import Section
+
+
+class InFlight(StrEnum):
+    """What happens to attempts that are being generated when engines take over new weights."""
+
+    FINISH = "finish"
+    """They finish with the old weights first; new ones wait for that."""
+    RESUME = "resume"
+    """The engine ends them now, with the tokens they have; they are resumed from there with the new weights."""
+    CONTINUE = "continue"
+    """They go on at once with the new weights, over what the old ones left in the cache."""
 
 
 class GroupFilter(Section):
@@ -49,6 +62,13 @@ class RolloutConfig(Section):
     for the slowest; what is trained on then depends on timing, and leans towards short completions."""
     redundant_attempts: NonNegativeInt = 0
     """Further attempts in flight for each problem: the first group_size to be graded are trained on, the rest is aborted."""
+    async_ratio: NonNegativeFloat = 0.0
+    """How many iterations' worth of groups may be generated ahead of training. 0 is the synchronous loop: engines wait while
+    the trainer works. Its ceiling is the largest staleness, in weights versions, of any token that is trained on."""
+    in_flight: InFlight = InFlight.RESUME
+    """What happens to attempts that are being generated when engines take over new weights: finish (with the old ones, while
+    new attempts wait), resume (interrupted, then resumed after the tokens they have) or continue (as if nothing happened).
+    Each token says which version produced it."""
 
     @property
     def num_trajectories(self) -> int:

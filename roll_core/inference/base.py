@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
-
+from roll_core.config.rollout import InFlight
 from roll_core.inference.requests import Completion, GenerationRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -15,18 +16,7 @@ class WeightsUpdate:
     """A numbered policy, tensor by tensor under Hugging Face names."""
 
     version: int
-    tensors: Iterable[tuple[str, Tensor]]
-
-
-class InFlight(StrEnum):
-    """What happens to requests that are being generated when weights change."""
-
-    FINISH = "finish"
-    """They finish with the old weights first; new requests wait."""
-    ABORT = "abort"
-    """They end now, with the tokens they have."""
-    CONTINUE = "continue"
-    """They go on with the new weights; each token says which version produced it."""
+    tensors: "Iterable[tuple[str, Tensor]]"
 
 
 class InferenceEngine(Protocol):
@@ -36,7 +26,9 @@ class InferenceEngine(Protocol):
         """End requests now; their completions have what was generated and end with ABORTED. Unknown ids are ignored."""
         ...
 
-    async def adopt(self, weights: WeightsUpdate, in_flight: InFlight) -> None: ...
+    async def adopt(self, weights: WeightsUpdate, in_flight: InFlight) -> None:
+        """Take over new weights. Requests that wait without a slot wait on, and begin with the new ones."""
+        ...
 
     async def sleep(self) -> None:
         """Give accelerator memory back while a colocated trainer works. Only with nothing in flight."""

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from roll_core.config.model import ModelConfig
-from roll_core.inference.base import InFlight, WeightsUpdate
+from roll_core.config.rollout import InFlight
+from roll_core.inference.base import WeightsUpdate
 from roll_core.inference.randomness import uniforms
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.models.causal_lm import build_model
@@ -133,7 +134,7 @@ class TorchEngine:
             case InFlight.FINISH:
                 self._admitting = False
                 await asyncio.gather(*(s.done for s in self._running))
-            case InFlight.ABORT:
+            case InFlight.RESUME:
                 for sequence in self._running:
                     sequence.finish(Ending.ABORTED)
                 self._drop_finished()

@@ -46,11 +46,11 @@ class EngineRole:
 
     async def adopt(self, version: int, buckets: list[ray.ObjectRef]) -> int:
         """Take over weights from the object store; answers their size in bytes."""
-        from roll_core.inference.base import InFlight, WeightsUpdate
+        from roll_core.inference.base import WeightsUpdate
         from roll_core.weights.buckets import unpack
 
         fetched = [await bucket for bucket in buckets]
-        await self._engine.adopt(WeightsUpdate(version, unpack(fetched)), InFlight.FINISH)
+        await self._engine.adopt(WeightsUpdate(version, unpack(fetched)), self._config.rollout.in_flight)
         return sum(bucket.data.nbytes for bucket in fetched)
 
     async def sleep(self) -> None:

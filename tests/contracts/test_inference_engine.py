@@ -9,8 +9,9 @@ import torch
 from roll_core.batching.demonstrations import as_sample
 from roll_core.batching.packing import PackingLimits
 from roll_core.config.model import Architecture, ScratchModel
+from roll_core.config.rollout import InFlight
 from roll_core.config.training import Packing, TrainingConfig
-from roll_core.inference.base import InFlight, WeightsUpdate
+from roll_core.inference.base import WeightsUpdate
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
 from roll_core.training.base import Policy
@@ -176,7 +177,7 @@ def test_abort_on_adoption_returns_what_was_generated():
         served = engine()
         pending = asyncio.create_task(served.generate(GenerationRequest("a", (5, 6), 30, 1.0, NO_STOP, seed=1)))
         await settled(5)
-        await served.adopt(WeightsUpdate(4, trainer().weights()), InFlight.ABORT)
+        await served.adopt(WeightsUpdate(4, trainer().weights()), InFlight.RESUME)
         return await pending
 
     completion = asyncio.run(across_an_update())

@@ -14,8 +14,9 @@ from roll_core.batching.micro_batch import MicroBatch
 from roll_core.batching.packing import PackingLimits
 from roll_core.config.algorithm import AlgorithmConfig, Grpo
 from roll_core.config.model import Architecture, ScratchModel
+from roll_core.config.rollout import InFlight
 from roll_core.config.training import OptimizerConfig, Packing, Precision, TrainingConfig
-from roll_core.inference.base import InFlight, WeightsUpdate
+from roll_core.inference.base import WeightsUpdate
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
 from roll_core.training.base import Policy
