@@ -74,6 +74,7 @@ def commit(parent: Manifest | None, iteration: Iteration, services: Services) ->
     services.fleet.wait_until_stored(manifest.artifacts)
     services.fleet.raise_if_not_stored()
     commit_manifest(services.store, manifest)
+    services.fleet.committed(manifest.next_problem)
     services.last_commit_at = time.monotonic()
     track(manifest, services)
     return manifest

@@ -1,4 +1,5 @@
-"""Which role runs on which devices. The same devices: colocated. Disjoint devices: disaggregated."""
+"""Which role runs on which devices. The same devices: colocated. Disjoint devices: disaggregated. Some in common: engines on
+the trainer's devices sleep while it works, the others generate on."""
 
 from enum import StrEnum
 
@@ -44,13 +45,12 @@ class PlacementConfig(Section):
                 raise ValueError(f"{key} names device {min(devices)}: devices are numbered from 0")
             if len(set(devices)) != len(devices):
                 raise ValueError(f"{key} names a device twice: {list(devices)}")
-        shared = set(self.trainer) & set(self.engines)
-        if shared and set(self.trainer) != set(self.engines):
-            raise ValueError(
-                f"trainer and engines share only some devices ({sorted(shared)}): "
-                "make the two lists equal (colocated) or disjoint (disaggregated)"
-            )
         return self
+
+    @property
+    def shared(self) -> frozenset[int]:
+        """Devices of the trainer that engines are on, too."""
+        return frozenset(self.trainer) & frozenset(self.engines)
 
     @property
     def colocated(self) -> bool:

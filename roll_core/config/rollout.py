@@ -18,6 +18,15 @@ class InFlight(StrEnum):
     """They go on at once with the new weights, over what the old ones left in the cache."""
 
 
+class Requests(StrEnum):
+    """How the attempts at a problem are asked for."""
+
+    SINGLE = "single"
+    """One by one: each may go to another engine, ends when it ends, and is graded then."""
+    GROUPED = "grouped"
+    """All together, of one engine, which answers when the last is done."""
+
+
 class GroupFilter(Section):
     """Which groups are left out of training, judged by their rewards as soon as all are there (dynamic sampling).
 
@@ -53,6 +62,11 @@ class RolloutConfig(Section):
     """Sampling temperature; training logprobs use the same. 0 is greedy, for evaluation only."""
     slots_per_engine: PositiveInt = 512
     """Sequences an engine decodes at once; a finished one is replaced from the queue at once."""
+    tokens_per_engine: PositiveInt | None = None
+    """Tokens that an engine's cache holds: it is given no more sequences than are expected to fit, going by how long they
+    became so far. Null leaves that to the slots."""
+    requests: Requests = Requests.SINGLE
+    """single asks for every attempt by itself; grouped asks one engine for all attempts of a group, and waits for the last."""
     filter: GroupFilter | None = None
     """Groups to leave out and replace; null trains on all of them."""
     max_draws: float = Field(default=8.0, ge=1.0)
@@ -62,7 +76,7 @@ class RolloutConfig(Section):
     for the slowest; what is trained on then depends on timing, and leans towards short completions."""
     redundant_attempts: NonNegativeInt = 0
     """Further attempts in flight for each problem: the first group_size to be graded are trained on, the rest is aborted."""
-    async_ratio: NonNegativeFloat = 0.0
+    async_ratio: float = Field(default=0.0, ge=0.0, le=64.0)
     """How many iterations' worth of groups may be generated ahead of training. 0 is the synchronous loop: engines wait while
     the trainer works. Its ceiling is the largest staleness, in weights versions, of any token that is trained on."""
     in_flight: InFlight = InFlight.RESUME

@@ -23,6 +23,8 @@ class StoreConfig(Section):
     must be longer than an iteration, and than storing a checkpoint."""
     spool_megabytes: PositiveInt = 4096
     """Rollouts kept in work_dir on their way to the store. When that is full, collecting waits for the store."""
+    unfinished_seconds: NonNegativeFloat = 5.0
+    """How often finished trajectories are stored that no iteration has used up yet: a kill costs no more of them."""
 
 
 class TrackingConfig(Section):

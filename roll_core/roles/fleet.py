@@ -33,6 +33,7 @@ from roll_core.types.refs import ArtifactKind, ArtifactRef, CheckpointRef, Expor
 
 _SHARING_CORES = {"GOMP_SPINCOUNT": "300"}
 """OpenMP threads of several roles share cores: those that wait must not spin for milliseconds, as libgomp's do."""
+SCHEDULER = "rollout scheduler"
 ASYNC_CALLS = 1000
 """Calls an asynchronous role may have under way; far above what a stage issues."""
 
@@ -47,7 +48,8 @@ class Fleet:
         self._config = config
         self._leg_dir = leg_dir
         self._trajectories: dict[str, list[ray.ObjectRef]] = {}
-        self._engines_awake = True
+        self._lent = False
+        """Whether the trainer has the devices that it shares with engines."""
         self._store = ObjectStore(run.store_uri, config.store.retry_seconds)
         self._beside = ThreadPoolExecutor(1, "store-checkpoint")
         self._storing: Future[CheckpointRef] | None = None
@@ -79,7 +81,7 @@ class Fleet:
             .options(**off_device)
             .remote(
                 config,
-                store_uri,
+                self._run,
                 self._leg_dir.parent,
                 [RemoteEngine(name, actor) for name, actor in self._engines.items()],
                 [RemoteGrader(name, actor) for name, actor in self._rewards.items()],
@@ -114,9 +116,8 @@ class Fleet:
     def collect(self, request: CollectRequest) -> Collected:
         self._lend_devices_to_engines()
         # The scheduler keeps the deadline itself, since it knows which engine is late; this wait only covers its death.
-        calls = {"rollout scheduler": self._scheduler.collect.remote(request)}
-        answer = wait_for(calls, "collect", 1.1 * self._config.deadlines.collect)
-        collected, self._trajectories[request.request_id] = answer["rollout scheduler"]
+        answer = self._from_scheduler(self._scheduler.collect.remote(request), "collect", 1.1 * self._config.deadlines.collect)
+        collected, self._trajectories[request.request_id] = answer
         return collected
 
     def prepare(self, collected: Collected) -> Prepared:
@@ -138,9 +139,11 @@ class Fleet:
 
     def publish(self, version: int) -> Published:
         buckets, digest = self._bucket_weights()
-        self._lend_devices_to_engines()
+        self._wake_engines()
         adoptions = {name: engine.adopt.remote(version, buckets) for name, engine in self._engines.items()}
         num_bytes = wait_for(adoptions, "publish", self._config.deadlines.publish)
+        self._from_scheduler(self._scheduler.adopted.remote(version), "publish", self._config.deadlines.publish)
+        self._resume_engines()
         return Published(weights_version=version, weights_digest=digest, num_bytes=sum(num_bytes.values()))
 
     def weights_digest(self) -> str:
@@ -149,8 +152,8 @@ class Fleet:
 
     def evaluate(self, weights_version: int) -> Evaluated:
         self._lend_devices_to_engines()
-        calls = {"rollout scheduler": self._scheduler.evaluate.remote(weights_version)}
-        return wait_for(calls, "evaluate", 1.1 * self._config.deadlines.evaluate)["rollout scheduler"]
+        answer = self._scheduler.evaluate.remote(weights_version)
+        return self._from_scheduler(answer, "evaluate", 1.1 * self._config.deadlines.evaluate)
 
     def checkpoint(self, iteration: int, published: Published) -> None:
         """Copy what learning goes on from, and begin to store the copy. One at a time: a store that is slower than the
@@ -205,8 +208,12 @@ class Fleet:
 
     def wait_until_stored(self, artifacts: list[ArtifactRef]) -> None:
         """Everything a manifest is going to name is in the store when this returns."""
-        calls = {"rollout scheduler": self._scheduler.wait_until_stored.remote(artifacts)}
-        wait_for(calls, "store", self._config.deadlines.store)
+        answer = self._scheduler.wait_until_stored.remote(artifacts)
+        self._from_scheduler(answer, "store", self._config.deadlines.store)
+
+    def committed(self, next_problem: int) -> None:
+        """What was kept of earlier problems is not needed any more. Nobody waits until it is gone."""
+        self._scheduler.committed.remote(next_problem)
 
     def _record_when_stored(self, storing: dict[str, ray.ObjectRef], iteration: int, published: Published) -> CheckpointRef:
         answers = wait_for(storing, "checkpoint", self._config.deadlines.checkpoint)
@@ -240,7 +247,7 @@ class Fleet:
 
     def _start_roles(self, deadline_s: float) -> None:
         calls = {name: actor.start.remote() for name, actor in (self._engines | self._rewards).items()}
-        calls["rollout scheduler"] = self._scheduler.start.remote()
+        calls[SCHEDULER] = self._scheduler.start.remote()
         first_rank = next(iter(self._ranks.values()))
         meeting_point = wait_for({"trainer rank 0": first_rank.meeting_point.remote()}, "start", deadline_s)[
             "trainer rank 0"
@@ -251,7 +258,7 @@ class Fleet:
 
     def _write_process_list(self) -> None:
         """Who is who among the processes of this leg: for a person with a debugger, and for tests that kill."""
-        actors: dict[str, ActorHandle] = self._engines | self._rewards | self._ranks | {"rollout scheduler": self._scheduler}
+        actors: dict[str, ActorHandle] = self._engines | self._rewards | self._ranks | {SCHEDULER: self._scheduler}
         pids = {name: actor.__ray_call__.remote(lambda _: os.getpid()) for name, actor in actors.items()}
         processes = wait_for(pids, "start", self._config.deadlines.start) | {"leg": os.getpid(), "ray node": _raylet_pid()}
         (self._leg_dir / "processes.json").write_text(json.dumps(processes, indent=1))
@@ -268,16 +275,38 @@ class Fleet:
         return answers["trainer rank 0"]
 
     def _lend_devices_to_trainer(self) -> None:
-        if self._config.placement.colocated and self._engines_awake:
-            sleeping = {name: engine.sleep.remote() for name, engine in self._engines.items()}
-            wait_for(sleeping, "publish", self._config.deadlines.publish)
-            self._engines_awake = False
+        """Engines on the trainer's devices give up what they are at, and sleep; the others go on."""
+        if self._lent or not self._on_trainer_devices:
+            return
+        deadline_s = self._config.deadlines.publish
+        self._from_scheduler(self._scheduler.pause.remote(list(self._on_trainer_devices)), "publish", deadline_s)
+        sleeping = {name: engine.sleep.remote() for name, engine in self._on_trainer_devices.items()}
+        wait_for(sleeping, "publish", deadline_s)
+        self._lent = True
 
     def _lend_devices_to_engines(self) -> None:
-        if not self._engines_awake:
-            waking = {name: engine.wake.remote() for name, engine in self._engines.items()}
+        self._wake_engines()
+        self._resume_engines()
+
+    def _wake_engines(self) -> None:
+        if self._lent:
+            waking = {name: engine.wake.remote() for name, engine in self._on_trainer_devices.items()}
             wait_for(waking, "publish", self._config.deadlines.publish)
-            self._engines_awake = True
+
+    def _resume_engines(self) -> None:
+        if self._lent:
+            answer = self._scheduler.resume.remote(list(self._on_trainer_devices))
+            self._from_scheduler(answer, "publish", self._config.deadlines.publish)
+            self._lent = False
+
+    @property
+    def _on_trainer_devices(self) -> dict[str, ActorHandle]:
+        placement = self._config.placement
+        names = zip(self._engines.items(), placement.engines, strict=True)
+        return {name: engine for (name, engine), device in names if device in placement.shared}
+
+    def _from_scheduler(self, answer: ray.ObjectRef, stage: str, deadline_s: float) -> Any:
+        return wait_for({SCHEDULER: answer}, stage, deadline_s)[SCHEDULER]
 
 
 def _raylet_pid() -> int:

@@ -17,11 +17,12 @@ class Devices:
 
     group: PlacementGroup
     kind: DeviceKind
-    roles_per_device: int
+    shared: frozenset[int]
+    """Those that a trainer rank and an engine are on."""
 
     def options(self, device: int) -> dict[str, Any]:
         """Ray options that put an actor on a device."""
-        share = 1 / self.roles_per_device
+        share = 0.5 if device in self.shared else 1
         resources = {"num_cpus": share} if self.kind is DeviceKind.CPU else {"num_cpus": 0, "num_gpus": share}
         return resources | {"scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, device)}
 
@@ -38,4 +39,4 @@ def reserve_devices(cluster: ClusterConfig, placement: PlacementConfig, deadline
             f"cluster.devices_per_node x cluster.nodes asks for {cluster.num_devices} {resource} devices; "
             f"Ray found {have} within {deadline_s:.0f} s (deadlines.start)"
         ) from None
-    return Devices(group, cluster.device, 2 if placement.colocated else 1)
+    return Devices(group, cluster.device, placement.shared)

@@ -14,14 +14,15 @@ from roll_core.errors import RewardUnavailable, RoleDied, RollError
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.roles.process import settle
 from roll_core.rollout import metrics
+from roll_core.rollout.journal import Journal
 from roll_core.rollout.renderer import build_renderer
-from roll_core.rollout.scheduler import Finished, RolloutScheduler
-from roll_core.rollout.unfinished import Unfinished
+from roll_core.rollout.scheduler import RolloutScheduler
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.rollouts import encode_trajectories
+from roll_core.store.traces import encode_trace
 from roll_core.store.write_behind import WriteBehind
 from roll_core.types.manifest import Collected, CollectRequest, Evaluated
-from roll_core.types.refs import ArtifactKind, ArtifactRef
+from roll_core.types.refs import ArtifactKind, ArtifactRef, RunRef
 from roll_core.types.trajectory import Failure, Problem, Score, Trajectory
 
 
@@ -58,12 +59,19 @@ class RemoteGrader:
 
 class SchedulerRole:
     def __init__(
-        self, config: RunConfig, store_uri: str, scratch: Path, engines: list[RemoteEngine], graders: list[RemoteGrader]
+        self, config: RunConfig, run: RunRef, scratch: Path, engines: list[RemoteEngine], graders: list[RemoteGrader]
     ):
         self._config = config
-        self._unfinished = Unfinished(scratch / "unfinished")
-        store = ObjectStore(store_uri, config.store.retry_seconds)
+        self._clients = engines, graders
+        store = ObjectStore(run.store_uri, config.store.retry_seconds)
         self._spool = WriteBehind(store, scratch / "spool", config.store.spool_megabytes * 10**6)
+        self._journal = Journal(store, run.run_id, config.store.unfinished_seconds)
+        self._answers: dict[str, tuple[Collected, list[ray.ObjectRef]]] = {}
+
+    async def start(self) -> None:
+        """What an earlier leg generated and could not store is stored first: kept answers name it."""
+        await asyncio.to_thread(self._spool.store_leftovers)
+        config, (engines, graders) = self._config, self._clients
         self._scheduler = RolloutScheduler(
             config.rollout,
             seed=config.seed,
@@ -71,42 +79,62 @@ class SchedulerRole:
             renderer=build_renderer(config.model),
             engines=engines,
             graders=graders,
+            num_iterations=config.iterations,
             greedy_baseline=config.algorithm.samples_greedily,
+            finished=await asyncio.to_thread(self._journal.read),
+            keep=self._journal.add,
         )
-
-    async def start(self) -> None:
-        """What an earlier leg generated and could not store is stored first: kept answers name it."""
-        await asyncio.to_thread(self._spool.store_leftovers)
         settle()
 
     async def collect(self, request: CollectRequest) -> tuple[Collected, list[ray.ObjectRef]]:
         """The receipt, and the trajectories as a reference (in a list, so that Ray does not fetch them for the caller).
 
-        What a collect that failed had generated is taken up by the next one of the same request, in this leg or another.
+        What a collect that failed had generated is taken up by the next one, in this leg or another.
         """
-        try:
-            with self._unfinished.kept(request.request_id) as finished:
-                return await self._collect(request, finished)
-        except RewardUnavailable as error:
-            raise RewardUnavailable(
-                f"collect {request.iteration}: {error}: the {len(finished)} trajectories generated so far are kept, "
-                "and graded once it is back"
-            ) from None
+        if request.request_id not in self._answers:
+            self._answers = {request.request_id: await self._collect(request)}
+        return self._answers[request.request_id]
 
-    async def _collect(self, request: CollectRequest, finished: Finished) -> tuple[Collected, list[ray.ObjectRef]]:
-        rollout = await self._scheduler.collect(request, self._config.deadlines.collect, finished)
+    async def _collect(self, request: CollectRequest) -> tuple[Collected, list[ray.ObjectRef]]:
+        try:
+            rollout = await self._scheduler.collect(request, self._config.deadlines.collect)
+        except BaseException as error:
+            finished = list(self._scheduler.finished.values())
+            await self._journal.keep(finished)
+            if isinstance(error, RewardUnavailable):
+                raise RewardUnavailable(
+                    f"collect {request.iteration}: {error}: the {len(finished)} trajectories generated so far are kept, "
+                    "and graded once it is back"
+                ) from None
+            raise
         trajectories = rollout.trajectories
         refuse_if_none_graded(trajectories, f"collect {request.iteration}")
         collected = Collected(
             request=request,
-            trajectories=await self._keep(trajectories),
+            trajectories=await self._keep(encode_trajectories(trajectories), ArtifactKind.TRAJECTORIES),
+            trace=await self._keep(encode_trace(rollout.trace), ArtifactKind.TRACE),
             draws=rollout.draws,
             num_trajectories=len(trajectories),
             num_failed=sum(t.failure is not None for t in trajectories),
             num_tokens=sum(t.num_completion_tokens for t in trajectories),
             metrics=rollout.metrics | metrics.describe(trajectories, request.weights_version),
         )
+        self._journal.drop_before(rollout.draws.next)
         return collected, [ray.put(trajectories)]
+
+    async def adopted(self, version: int) -> None:
+        """Every engine generates with these weights."""
+        self._scheduler.adopted(version)
+
+    async def pause(self, engines: list[str]) -> None:
+        await self._scheduler.pause(engines)
+
+    async def resume(self, engines: list[str]) -> None:
+        self._scheduler.resume(engines)
+
+    async def committed(self, next_problem: int) -> None:
+        """Nothing before this problem is going to be asked for again."""
+        await asyncio.to_thread(self._journal.forget_before, next_problem)
 
     async def evaluate(self, weights_version: int) -> Evaluated:
         num_problems = self._config.evaluation.num_problems
@@ -116,7 +144,7 @@ class SchedulerRole:
             weights_version=weights_version,
             num_problems=num_problems,
             accuracy=metrics.accuracy(trajectories),
-            trajectories=await self._keep(trajectories),
+            trajectories=await self._keep(encode_trajectories(trajectories), ArtifactKind.TRAJECTORIES),
             metrics={
                 "accuracy/held_out": metrics.accuracy(trajectories),
                 "accuracy/held_out_failed": float(sum(t.score is None for t in trajectories)),
@@ -126,10 +154,9 @@ class SchedulerRole:
     async def wait_until_stored(self, artifacts: list[ArtifactRef]) -> None:
         await asyncio.to_thread(self._spool.wait, artifacts, self._config.deadlines.store)
 
-    async def _keep(self, trajectories: list[Trajectory]) -> ArtifactRef:
-        """On disk now, in the store before anything is committed that names them. Waits where the spool is full."""
-        data = encode_trajectories(trajectories)
-        return await asyncio.to_thread(self._spool.put, data, ArtifactKind.TRAJECTORIES)
+    async def _keep(self, data: bytes, kind: ArtifactKind) -> ArtifactRef:
+        """On disk now, in the store before anything is committed that names it. Waits where the spool is full."""
+        return await asyncio.to_thread(self._spool.put, data, kind)
 
 
 def refuse_if_none_graded(trajectories: list[Trajectory], stage: str) -> None:

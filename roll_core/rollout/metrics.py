@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from roll_core.rollout.lifecycle import AttemptLife, GroupLife, State
+from roll_core.rollout.lifecycle import AttemptLife, Page, State
 from roll_core.types.manifest import DrawOutcome, Metrics
 from roll_core.types.trajectory import GREEDY_ATTEMPT, Ending, Trajectory
 
@@ -33,12 +33,13 @@ def describe(trajectories: Sequence[Trajectory], weights_version: int) -> Metric
     }
 
 
-def describe_lives(groups: Sequence[GroupLife]) -> Metrics:
+def describe_page(page: Page) -> Metrics:
     """What a batch took: draws by outcome, attempts and tokens that nobody trains on, seconds an attempt waited and worked.
 
     Redundancy prefers what is quick. By how much shows in the two means over sampled attempts: those consumed, and all that
     were generated, an aborted one with the tokens it had.
     """
+    groups = page.groups
     outcomes = [group.outcome for group in groups]
     batch = [life for group in groups if group.outcome is DrawOutcome.TRAINED for life in group.consumed]
     every = [life for group in groups for life in group.attempts]

@@ -7,19 +7,23 @@ nothing changes by that. What happened is told to whoever drives the stage, as t
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from roll_core.config.rollout import Requests, RolloutConfig
 from roll_core.errors import RewardUnavailable, RoleDied
 from roll_core.inference.requests import Completion, GenerationRequest
-from roll_core.types.trajectory import Failure, Problem, Score, Trajectory
+from roll_core.types.trajectory import Ending, Failure, Problem, Score, Trajectory
 
 GRADED_AT_ONCE = 256
 """Most trajectories sent to a grader in one call; those that end together are shared out over all graders first."""
 BITES_PER_ENGINE = 4
 """An engine holds as many requests as it has slots and a quarter more, which wait there, so that a free slot is filled
 without a message; and it gets that quarter at once, so that calls stay few."""
+SMOOTHING = 0.01
+"""Of the mean length of completions: it forgets those of about a hundred before."""
 
 Item = tuple[Problem, Trajectory]
 Answer = Score | Failure | RewardUnavailable
@@ -119,42 +123,64 @@ class _Calls:
             task.cancel()
 
 
+@dataclass(frozen=True)
+class _AtEngine:
+    """Where a request is."""
+
+    name: str
+    group: int
+    num_tokens: int
+
+
 class Router:
-    def __init__(self, engines: Sequence[EngineClient], slots_per_engine: int, deaths: Deaths, tell: Tell):
-        self._engines = engines
+    """An engine has room for as many requests as it has slots, and a quarter more, which wait there; and, where
+    `rollout.tokens_per_engine` says how much its cache holds, for as many as are expected to fit."""
+
+    def __init__(self, engines: Sequence[EngineClient], config: RolloutConfig, deaths: Deaths, tell: Tell):
+        self._engines = {engine.name: engine for engine in engines}
         self._deaths = deaths
         self._tell = tell
-        self._slots = slots_per_engine
-        self._bite = -(-slots_per_engine // BITES_PER_ENGINE)
+        self._slots = config.slots_per_engine
+        self._bite = -(-config.slots_per_engine // BITES_PER_ENGINE)
+        self._cache_tokens = config.tokens_per_engine
+        self._whole_groups = config.requests is Requests.GROUPED
         self._alive = {engine.name: engine for engine in engines if engine.name not in deaths.sentences}
         self.load = dict.fromkeys(self._alive, 0)
         """Requests each engine has."""
+        self._reserved = dict.fromkeys(self._alive, 0)
+        """Tokens that those are expected to come to."""
         self._has_room = set(self._alive)
+        self._withdrawn: set[str] = set()
         self._home: dict[int, str] = {}
-        self._engine_of: dict[str, str] = {}
+        self._at: dict[str, _AtEngine] = {}
         self._outgoing: dict[str, list[GenerationRequest]] = {}
+        self._num_asked: Counter[int] = Counter()
+        self._held: dict[int, list[Completion]] = {}
+        """With requests for whole groups: how many there are of each, and those that wait for the last."""
+        self._mean_tokens = 0.0
         self._calls = _Calls()
 
     @property
     def nobody_left(self) -> RoleDied | None:
-        return None if self._alive else self._deaths.of(self._engines)
+        return None if self._alive else self._deaths.of(list(self._engines.values()))
 
-    def assign(self, group: int, request: GenerationRequest) -> bool:
-        """Give a request of a group to an engine, with the next `send`; False where all have enough for now."""
-        with_room = [name for name in self._alive if name in self._has_room]
-        if not with_room:
-            return False
-        name = min(with_room, key=self.load.__getitem__)
+    def assign(self, group: int, request: GenerationRequest) -> str | None:
+        """Give a request of a group to an engine, with the next `send`; None where all have enough for now."""
         home = self._home.get(group)
-        if home in self._has_room and self.load[home] - self.load[name] <= self._bite:
-            name = home
+        name = home if self._whole_groups and home in self._alive else self._choose(home)
+        if name is None:
+            return None
+        expected = self._expected_tokens(request)
         self._home[group] = name
-        self._engine_of[request.request_id] = name
+        if self._whole_groups:
+            self._num_asked[group] += 1
+        self._at[request.request_id] = _AtEngine(name, group, expected)
         self._outgoing.setdefault(name, []).append(request)
         self.load[name] += 1
-        if self.load[name] == self._slots + self._bite:
+        self._reserved[name] += expected
+        if self._is_taken(name, self._slots + self._bite):
             self._has_room.discard(name)
-        return True
+        return name
 
     def send(self) -> None:
         """All that was assigned since the last time, in one call per engine."""
@@ -171,26 +197,92 @@ class Router:
         """Engines need not go on with these. One that dies over it is known by its completions, which do not come."""
         ids_of: dict[str, list[str]] = {}
         for request_id in request_ids:
-            ids_of.setdefault(self._engine_of[request_id], []).append(request_id)
+            if request_id in self._at:
+                ids_of.setdefault(self._at[request_id].name, []).append(request_id)
         for name, ids in ids_of.items():
             if name in self._alive:
                 self._calls.start(self._alive[name].abort(ids), self._abort_failed)
 
+    def withdraw(self, names: Collection[str]) -> list[str]:
+        """Assign nothing to these engines until they are given back; what they have now."""
+        self._withdrawn |= set(names)
+        self._has_room -= self._withdrawn
+        return [request_id for request_id, at in self._at.items() if at.name in self._withdrawn]
+
+    def give_back(self, names: Collection[str]) -> None:
+        self._withdrawn -= set(names)
+        for name in names:
+            self._freed(name)
+
+    def is_quiet(self, names: Collection[str]) -> bool:
+        return not any(self.load.get(name) for name in names)
+
+    def welcome(self, engine: EngineClient) -> None:
+        """One that takes the place of a dead one of the same name."""
+        self._engines[engine.name] = self._alive[engine.name] = engine
+        self.load[engine.name] = self._reserved[engine.name] = 0
+        self._freed(engine.name)
+
+    def forget(self, group: int) -> None:
+        self._home.pop(group, None)
+
     def cancel(self) -> None:
         self._calls.cancel()
+
+    def _choose(self, home: str | None) -> str | None:
+        """The engine with least to do, or the home of the group if that is not well behind."""
+        if not self._has_room:
+            return None
+        name = min((name for name in self._alive if name in self._has_room), key=self.load.__getitem__)
+        if home in self._has_room and self.load[home] - self.load[name] <= self._bite:
+            return home
+        return name
+
+    def _expected_tokens(self, request: GenerationRequest) -> int:
+        """Of a whole sequence, by what completions came to so far; at first, that each may become as long as it can."""
+        length = min(request.max_new_tokens, round(self._mean_tokens)) if self._mean_tokens else request.max_new_tokens
+        return len(request.prompt_ids) + max(length, len(request.prefix_ids))
+
+    def _is_taken(self, name: str, slots: int) -> bool:
+        if self.load[name] >= slots:
+            return True
+        # One request is let in always: a cache that is too small for it is the engine's to complain of.
+        return self._cache_tokens is not None and self.load[name] > 0 and self._reserved[name] >= self._cache_tokens
 
     async def _generate(self, engine: EngineClient, requests: list[GenerationRequest], left: dict[str, None]) -> None:
         async for completions in engine.generate(requests):
             for completion in completions:
                 assert completion.request_id in left, f"{engine.name} gave {completion.request_id} unasked, or twice"
                 del left[completion.request_id]
-            self._freed(engine.name, len(completions))
-            self._tell(Completed(completions))
+                if completion.ending is not Ending.ABORTED:
+                    self._mean_tokens += SMOOTHING * (len(completion.token_ids) - self._mean_tokens)
+            whole = [given for completion in completions for given in self._given_out(completion)]
+            self._left(completion.request_id for completion in completions)
+            if whole:
+                self._tell(Completed(whole))
         assert not left, f"{engine.name} gave no completion for {', '.join(left)}"
 
-    def _freed(self, name: str, count: int) -> None:
-        self.load[name] -= count
-        if self.load[name] <= self._slots and name in self._alive:
+    def _given_out(self, completion: Completion) -> list[Completion]:
+        """A completion, or with requests for whole groups all of its group once the last is there."""
+        if not self._whole_groups:
+            return [completion]
+        group = self._at[completion.request_id].group
+        held = self._held.setdefault(group, [])
+        held.append(completion)
+        if self._num_asked[group] > len(held):
+            return []
+        del self._num_asked[group]
+        return self._held.pop(group)
+
+    def _left(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            at = self._at.pop(request_id)
+            self.load[at.name] -= 1
+            self._reserved[at.name] -= at.num_tokens
+            self._freed(at.name)
+
+    def _freed(self, name: str) -> None:
+        if name in self._alive and name not in self._withdrawn and not self._is_taken(name, self._slots + 1):
             self._has_room.add(name)
 
     def _abort_failed(self, error: BaseException) -> None:
@@ -202,7 +294,9 @@ class Router:
             self._deaths.note(name, error)
             self._alive.pop(name, None)
             self._has_room.discard(name)
-        self._freed(name, len(request_ids))
+        if self._whole_groups:
+            self._num_asked.subtract(self._at[request_id].group for request_id in request_ids)
+        self._left(request_ids)
         self._tell(NotGenerated(request_ids, error))
 
 

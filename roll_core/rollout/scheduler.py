@@ -1,21 +1,24 @@
-"""Turns a request for groups into graded trajectories: every attempt generated, graded the moment it ends, put in its group.
+"""Turns requests for batches into graded trajectories: every attempt generated, graded the moment it ends, put in its group.
 
-Who does what: `lifecycle.py` decides, `router.py` talks to engines and graders, and the stage below carries messages between
-the two. Knows no files: what is finished is put where the caller can see it, so that a failure costs nothing generated.
+Who does what: `lifecycle.py` decides, `router.py` talks to engines and graders, and the stream below carries messages between
+the two, also while nobody waits for a batch, as far ahead as `rollout.async_ratio` allows. Knows no files: what is finished
+is put where the caller can see it, so that a failure costs nothing generated.
 """
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from roll_core.config.rollout import RolloutConfig
+from roll_core.config.rollout import InFlight, RolloutConfig
 from roll_core.data.problem_source import ProblemSource
 from roll_core.errors import DeadlineExceeded, RewardUnavailable, RoleDied, RollError
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.rollout.filter import is_useful
-from roll_core.rollout.lifecycle import Lifecycle, Place, State, Terms
-from roll_core.rollout.metrics import describe_lives
+from roll_core.rollout.lifecycle import Lifecycle, Page, Place, State, Terms
+from roll_core.rollout.metrics import describe_page
 from roll_core.rollout.renderer import Renderer
 from roll_core.rollout.router import (
     Answer,
@@ -31,12 +34,28 @@ from roll_core.rollout.router import (
     NotGraded,
     Router,
 )
+from roll_core.rollout.tracing import trace_of
 from roll_core.seeds import derive_seed
 from roll_core.types.manifest import CollectRequest, DrawOutcome, Draws, Metrics
+from roll_core.types.trace import AttemptTrace
 from roll_core.types.trajectory import GREEDY_ATTEMPT, Ending, Failure, Problem, Score, Trajectory, Turn
 
 Finished = dict[Place, Trajectory]
-"""Trajectories generated to their end by group and attempt, graded or not."""
+"""Trajectories generated to their end, graded or not, by problem and attempt. Their `group` is the problem's place in the
+stream; in a batch it is the place in the batch's page."""
+Partial = dict[Place, Completion]
+"""What there is of attempts that were interrupted."""
+Keep = Callable[[Trajectory], None]
+NOBODY = ""
+"""The engine of an attempt that was finished before."""
+NO_PROGRESS = 16
+"""An attempt that comes back so often without another token is not going to get anywhere."""
+FAREWELL_S = 10.0
+"""How long engines may take to end what nobody waits for any more."""
+
+
+def _nobody(trajectory: Trajectory) -> None:
+    """Keep it nowhere."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +69,20 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Rollout:
-    """What a collect comes to: the batch, in order; what became of every problem drawn; and what it took."""
+    """What a collect comes to: the batch, in order; what became of every problem drawn; what it took, and when."""
 
     trajectories: list[Trajectory]
     draws: Draws
     metrics: Metrics
+    trace: list[AttemptTrace]
 
 
 class RolloutScheduler:
+    """Batch after batch: `collect` answers the next one, and `adopted` says that there are new weights.
+
+    Engines may be paused, all or some, while somebody else needs their devices.
+    """
+
     def __init__(
         self,
         config: RolloutConfig,
@@ -67,61 +92,132 @@ class RolloutScheduler:
         renderer: Renderer,
         engines: Sequence[EngineClient],
         graders: Sequence[GraderClient],
+        num_iterations: int = 1,
         greedy_baseline: bool = False,
+        finished: Finished | None = None,
+        keep: Keep = _nobody,
     ):
+        """`finished` is what earlier legs had and no batch has used up; `keep` gets every trajectory that is complete."""
         self._config = config
         self._seed = seed
         self._source = source
         self._renderer = renderer
         self._engines = engines
         self._graders = graders
+        self._num_iterations = num_iterations
         self._greedy_baseline = greedy_baseline
         self._deaths = Deaths()
+        self._paused: set[str] = set()
+        self.finished = {} if finished is None else finished
+        """What no batch has used up, kept when a collect fails: the next one does not generate it again."""
+        self._partial: Partial = {}
+        self._keep = keep
+        self._stream: _Stream | None = None
 
-    async def collect(self, request: CollectRequest, deadline_s: float, finished: Finished | None = None) -> Rollout:
+    async def collect(self, request: CollectRequest, deadline_s: float) -> Rollout:
         """As many groups as a request asks for, from its first problem on, every attempt graded or carrying its failure.
 
-        Without redundancy the answer is the same whatever the timing, however often it is asked. With it, what is consumed
-        depends on who finished first; an answer that was stored is what happened, and is not collected again.
-
-        `finished` holds what an earlier collect of the same request had; only what is missing there is generated, and graded
-        what has no grade. It is filled on the way, for whoever has to keep it when this fails.
+        Without redundancy and without working ahead the answer is the same whatever the timing, however often it is asked.
+        Otherwise it depends on timing: on who finished first, or on which weights made which token. An answer that was
+        stored is what happened, and is not collected again.
         """
+        stream = await self._stream_for(request)
+        try:
+            stream.adopted(request.weights_version)
+            batch = await self._next_batch(stream, deadline_s, "collect")
+        except BaseException:
+            await self.close()
+            raise
+        page = batch.page
+        return Rollout(
+            trajectories=[replace(t, group=t.group - page.first) for t in batch.trajectories],
+            draws=Draws(first=page.first, outcomes=page.outcomes),
+            metrics=describe_page(page) | stream.lives.gauges(),
+            trace=batch.trace,
+        )
+
+    async def evaluate(self, num_problems: int, deadline_s: float) -> list[Trajectory]:
+        """One greedy attempt at each held-out problem."""
+        problems = self._source.held_out(num_problems)
+
+        def attempts(places: Sequence[Place]) -> list[Attempt]:
+            group = places[0][0]
+            return self._attempts(problems[group], places, 0.0, group, "held-out/")
+
+        stream = self._open(Terms(num_problems, group_size=1), 0, 0, attempts, {}, {}, _nobody)
+        try:
+            return (await self._next_batch(stream, deadline_s, "evaluate")).trajectories
+        finally:
+            await stream.close()
+
+    def adopted(self, version: int) -> None:
+        """Every engine has these weights: whatever is drawn from now on is by them."""
+        if self._stream is not None and self._config.async_ratio > 0:
+            self._stream.adopted(version)
+
+    async def pause(self, engines: Sequence[str]) -> None:
+        """Give these nothing to do, and wait until they have nothing: what they had is resumed from where it was, elsewhere
+        or later; under `in_flight: finish` it is waited for."""
+        self._paused |= set(engines)
+        if self._stream is not None:
+            await self._stream.withdraw(engines, self._config.in_flight)
+
+    def resume(self, engines: Sequence[str]) -> None:
+        self._paused -= set(engines)
+        if self._stream is not None:
+            self._stream.give_back(engines)
+
+    async def close(self) -> None:
+        """Stop what is under way. What is finished stays."""
+        if self._stream is not None:
+            stream, self._stream = self._stream, None
+            await stream.close()
+
+    async def _stream_for(self, request: CollectRequest) -> "_Stream":
+        """The one that is under way, if it stands where the request wants to go on; else a new one."""
+        if self._stream is not None:
+            if self._stream.stands_at == (request.first_problem, request.weights_version) and not self._stream.failures:
+                return self._stream
+            await self.close()
+        self._stream = self._begin(request)
+        return self._stream
+
+    def _begin(self, request: CollectRequest) -> "_Stream":
         config = self._config
         terms = Terms(
             num_groups=request.num_groups,
             group_size=config.group_size,
+            num_batches=max(1, self._num_iterations - request.iteration + 1),
+            ahead=config.async_ratio,
             greedy_baseline=self._greedy_baseline,
             redundant_groups=config.redundant_groups,
             redundant_attempts=config.redundant_attempts,
             max_draws=int(config.max_draws * request.num_groups) + config.redundant_groups,
             is_useful=None if config.filter is None else partial(is_useful, config.filter),
         )
+        self._forget_unfit(request, terms)
 
         def attempts(places: Sequence[Place]) -> list[Attempt]:
-            index = request.first_problem + places[0][0]
+            index = places[0][0]
             return self._attempts(self._source.problem(index), places, config.temperature, index)
 
-        lives = await self._run(terms, attempts, finished := {} if finished is None else finished, deadline_s, "collect")
-        return Rollout(
-            trajectories=[finished[place] for place in lives.consumed],
-            draws=Draws(first=request.first_problem, outcomes=lives.outcomes),
-            metrics=describe_lives(lives.groups),
-        )
+        return self._open(terms, request.first_problem, request.weights_version, attempts, self.finished, self._partial, self._keep)
 
-    async def evaluate(self, num_problems: int, deadline_s: float) -> list[Trajectory]:
-        """One greedy attempt at each held-out problem."""
-        problems = self._source.held_out(num_problems)
-        finished: Finished = {}
+    def _forget_unfit(self, request: CollectRequest, terms: Terms) -> None:
+        """What was finished, but not by weights that the batch it belongs to may be made by. An earlier leg had it: of an
+        iteration that was not committed, or while the config allowed more staleness."""
+        first, version = request.first_problem, request.weights_version
+        for kept in (self.finished, self._partial):
+            for place in list(kept):
+                trains = version + (place[0] - first) // terms.num_groups
+                versions = _versions(kept[place])
+                fits = trains - terms.max_staleness <= min(versions, default=trains) and max(versions, default=0) <= version
+                if place[0] < first or not fits:
+                    del kept[place]
 
-        def attempts(places: Sequence[Place]) -> list[Attempt]:
-            group = places[0][0]
-            return self._attempts(problems[group], places, 0.0, group)
-
-        lives = await self._run(Terms(num_problems, group_size=1), attempts, finished, deadline_s, "evaluate")
-        return [finished[place] for place in lives.consumed]
-
-    def _attempts(self, problem: Problem, places: Sequence[Place], temperature: float, index: int) -> list[Attempt]:
+    def _attempts(
+        self, problem: Problem, places: Sequence[Place], temperature: float, index: int, prefix: str = ""
+    ) -> list[Attempt]:
         """Attempts at the problem at an index of the stream; a problem that comes up again is attempted anew."""
         prompt_ids = self._renderer.prompt(problem.messages)
         return [
@@ -129,7 +225,7 @@ class RolloutScheduler:
                 problem,
                 (group, number),
                 GenerationRequest(
-                    request_id=f"{group}/{number}",
+                    request_id=f"{prefix}{group}/{number}",
                     prompt_ids=prompt_ids,
                     max_new_tokens=self._config.max_new_tokens,
                     temperature=0.0 if number == GREEDY_ATTEMPT else temperature,
@@ -140,69 +236,134 @@ class RolloutScheduler:
             for group, number in places
         ]
 
-    async def _run(
+    def _open(
         self,
         terms: Terms,
+        first: int,
+        version: int,
         attempts: Callable[[Sequence[Place]], list[Attempt]],
         finished: Finished,
-        deadline_s: float,
-        stage: str,
-    ) -> Lifecycle:
-        """A stage to its end, and only then the first failure: what other engines are at is not lost to a sick one."""
+        partial: Partial,
+        keep: Keep,
+    ) -> "_Stream":
         events: asyncio.Queue[Event] = asyncio.Queue()
-        router = Router(self._engines, self._config.slots_per_engine, self._deaths, events.put_nowait)
+        router = Router(self._engines, self._config, self._deaths, events.put_nowait)
+        router.withdraw(self._paused)
         pool = GraderPool(self._graders, self._deaths, events.put_nowait)
-        under_way = _Stage(terms, attempts, finished, router, pool, self._renderer)
+        lives = Lifecycle(terms, first, version, asyncio.get_running_loop().time())
+        return _Stream(lives, attempts, finished, partial, router, pool, events, self._renderer, keep)
+
+    async def _next_batch(self, stream: "_Stream", deadline_s: float, stage: str) -> "_Batch":
         try:
             async with asyncio.timeout(deadline_s):
-                await under_way.run(events)
+                return await stream.next_batch()
         except TimeoutError:
-            total = under_way.lives.num_attempts
-            late = ", ".join(f"{name} ({left} of {total} attempts)" for name, left in router.load.items() if left)
+            total = stream.lives.num_attempts
+            late = ", ".join(f"{name} ({left} of {total} attempts)" for name, left in stream.router.load.items() if left)
             raise DeadlineExceeded(
                 f"deadlines.{stage}: after {deadline_s:.0f} s still waiting for {late or 'the reward workers'}"
             ) from None
-        finally:
-            router.cancel()
-            pool.cancel()
-        if under_way.failures:
-            raise under_way.failures[0]
-        if not under_way.lives.is_full:
-            raise RollError(_too_few(under_way.lives, terms))
-        return under_way.lives
 
 
-class _Stage:
-    """One collect or evaluation: tells the lifecycle what happened, and does what it says is to be done."""
+@dataclass(frozen=True)
+class _Batch:
+    page: Page
+    trajectories: list[Trajectory]
+    trace: list[AttemptTrace]
+
+
+class _Stream:
+    """Tells the lifecycle what happened, and does what it says is to be done, in the background until it is closed."""
 
     def __init__(
         self,
-        terms: Terms,
+        lives: Lifecycle,
         attempts: Callable[[Sequence[Place]], list[Attempt]],
         finished: Finished,
+        partial: Partial,
         router: Router,
         pool: GraderPool,
+        events: asyncio.Queue[Event],
         renderer: Renderer,
+        keep: Keep,
     ):
         self._now = asyncio.get_running_loop().time
-        self.lives = Lifecycle(terms, self._now())
+        self._epoch = time.time() - self._now()
+        """What to add to our times to get those of the world."""
+        self.lives = lives
+        self.router = router
         self.failures: list[BaseException] = []
         self._make_attempts = attempts
         self._attempts: dict[Place, Attempt] = {}
         self._place_of: dict[str, Place] = {}
         self._finished = finished
-        self._router = router
+        self._partial = partial
+        self._fruitless: dict[Place, int] = {}
         self._pool = pool
+        self._events = events
         self._renderer = renderer
+        self._keep = keep
+        self._progress = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.add_done_callback(lambda _: self._progress.set())
 
-    async def run(self, events: asyncio.Queue[Event]) -> None:
-        """Until nothing is under way. Events that came together are taken together, so that calls stay few."""
+    # ---------------------------------------------------------------------------------------------- what others ask for
+    async def next_batch(self) -> _Batch:
+        """The next batch, once it is full and engines have ended what it makes superfluous.
+
+        A failure is raised when nothing is under way any more: what other engines are at is not lost to a sick one.
+        """
+        await self._until(lambda: self.lives.is_full or self.lives.is_settled)
+        if not self.lives.is_full:
+            raise self.failures[0] if self.failures else RollError(_too_few(self.lives))
+        page = self.lives.take(self._now())
         self._act()
-        while not self.lives.is_settled:
-            self._take(await events.get())
-            while not events.empty():
-                self._take(events.get_nowait())
+        await self._until(lambda: not self.lives.is_aborting)
+        lengths = {group.number: len(self._attempts[group.attempts[0].place].request.prompt_ids) for group in page.groups}
+        trace = trace_of(page, lengths, self._finished, self._now(), self._epoch)
+        batch = _Batch(page, [self._finished[place] for place in page.consumed], trace)
+        self._forget(page)
+        return batch
+
+    def adopted(self, version: int) -> None:
+        self.lives.adopted(version, self._now())
+        self._act()
+
+    async def withdraw(self, engines: Sequence[str], in_flight: InFlight) -> None:
+        ids = self.router.withdraw(engines)
+        if in_flight is not InFlight.FINISH:
+            self.router.abort(ids)
+        await self._until(lambda: self.router.is_quiet(engines))
+
+    def give_back(self, engines: Sequence[str]) -> None:
+        self.router.give_back(engines)
+        self._act()
+
+    async def close(self) -> None:
+        """End what engines have, and stop. One that does not answer is not waited for."""
+        with contextlib.suppress(TimeoutError, RollError):
+            async with asyncio.timeout(FAREWELL_S):
+                await self.withdraw(list(self.router.load), InFlight.RESUME)
+        self._task.cancel()
+        self.router.cancel()
+        self._pool.cancel()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            if self._task.done():
+                self._task.result()
+            self._progress.clear()
+            await self._progress.wait()
+
+    async def _run(self) -> None:
+        """Events that came together are taken together, so that calls stay few."""
+        self._act()
+        while True:
+            self._take(await self._events.get())
+            while not self._events.empty():
+                self._take(self._events.get_nowait())
             self._act()
+            self._progress.set()
 
     # ---------------------------------------------------------------------------------------------- what is to be done
     def _act(self) -> None:
@@ -213,7 +374,7 @@ class _Stage:
         if places := self.lives.to_grade(self._now()):
             self._grade(places)
         if places := self.lives.to_abort():
-            self._router.abort([self._attempts[place].request.request_id for place in places])
+            self.router.abort([self._attempts[place].request.request_id for place in places])
 
     def _begin(self, group: int) -> None:
         """Attempts at a problem that was drawn; what is known of them already is as if it happened now."""
@@ -223,25 +384,40 @@ class _Stage:
         for place in self.lives.places_of(group):
             known = self._finished.get(place)
             if known is not None and self.lives.state_of(place) is State.QUEUED:
-                self.lives.generating(place, self._now())
+                self.lives.generating(place, NOBODY, self._now())
                 self._generated(place, known)
 
     def _generate(self) -> None:
-        failure = self._router.nobody_left
+        failure = self.router.nobody_left
         while (place := self.lives.next_queued()) is not None:
             if failure is not None:
                 self._fail(failure, [place])
-            elif self._router.assign(place[0], self._attempts[place].request):
-                self.lives.generating(place, self._now())
-            else:
+                continue
+            engine = self.router.assign(place[0], self._request(place))
+            if engine is None:
                 break
-        self._router.send()
+            self.lives.generating(place, engine, self._now())
+        self.router.send()
+
+    def _request(self, place: Place) -> GenerationRequest:
+        """For all of an attempt, or for what it lacks."""
+        request, partial = self._attempts[place].request, self._partial.get(place)
+        return request if partial is None else replace(request, prefix_ids=partial.token_ids)
 
     def _grade(self, places: list[Place]) -> None:
         if failure := self._pool.nobody_left:
             self._fail(failure, places)
         else:
             self._pool.send([(self._attempts[place].problem, self._finished[place]) for place in places])
+
+    def _forget(self, page: Page) -> None:
+        """Nothing is left of a batch's attempts but, perhaps, grades that nobody waits for."""
+        for group in page.groups:
+            self.router.forget(group.number)
+            for life in group.attempts:
+                del self._place_of[self._attempts.pop(life.place).request.request_id]
+                for kept in (self._finished, self._partial, self._fruitless):
+                    kept.pop(life.place, None)
 
     # ---------------------------------------------------------------------------------------------- what happened
     def _take(self, event: Event) -> None:
@@ -259,11 +435,24 @@ class _Stage:
 
     def _completed(self, completion: Completion) -> None:
         place = self._place_of[completion.request_id]
+        whole = _joined(self._partial.pop(place, None), completion)
         if self.lives.state_of(place) is State.ABORTING:
-            self.lives.generated(place, len(completion.token_ids), self._now())
+            self.lives.generated(place, len(whole.token_ids), self._now())
+        elif whole.ending is not Ending.ABORTED:
+            self._finished[place] = self._as_trajectory(self._attempts[place], whole)
+            self._generated(place, self._finished[place])
+        else:
+            self._interrupted(place, whole, num_new=len(completion.token_ids))
+
+    def _interrupted(self, place: Place, so_far: Completion, num_new: int) -> None:
+        """It goes on from where it was, unless that leads nowhere."""
+        self._fruitless[place] = 0 if num_new else self._fruitless.get(place, 0) + 1
+        if self._fruitless[place] == NO_PROGRESS:
+            self._finished[place] = self._as_trajectory(self._attempts[place], so_far)
+            self._generated(place, self._finished[place])
             return
-        self._finished[place] = self._as_trajectory(self._attempts[place], completion)
-        self._generated(place, self._finished[place])
+        self._partial[place] = so_far
+        self.lives.interrupted(place, len(so_far.token_ids), self._now())
 
     def _generated(self, place: Place, trajectory: Trajectory) -> None:
         self.lives.generated(place, trajectory.num_completion_tokens, self._now())
@@ -275,11 +464,13 @@ class _Stage:
     def _answered(self, item: Item, answer: Answer) -> None:
         _, trajectory = item
         place = _place(trajectory)
+        if not self.lives.awaits_grade(place):
+            return
         if isinstance(answer, RewardUnavailable):
-            if self.lives.state_of(place) is not State.ABORTED:
-                self._fail(answer, [place])
+            self._fail(answer, [place])
             return
         self._finished[place] = _graded(trajectory, answer)
+        self._keep(self._finished[place])
         self.lives.graded(place, answer.value if isinstance(answer, Score) else None, self._now())
 
     def _came_to_nothing(self, places: list[Place], error: BaseException) -> None:
@@ -320,17 +511,36 @@ def _place(trajectory: Trajectory) -> Place:
     return trajectory.group, trajectory.attempt
 
 
+def _joined(partial: Completion | None, rest: Completion) -> Completion:
+    """A completion that was made in pieces."""
+    if partial is None:
+        return rest
+    return Completion(
+        request_id=rest.request_id,
+        token_ids=partial.token_ids + rest.token_ids,
+        sampler_logprobs=partial.sampler_logprobs + rest.sampler_logprobs,
+        weights_versions=partial.weights_versions + rest.weights_versions,
+        ending=rest.ending,
+    )
+
+
+def _versions(made: Trajectory | Completion) -> set[int]:
+    if isinstance(made, Completion):
+        return set(made.weights_versions)
+    return {version for turn in made.turns for version in turn.weights_versions}
+
+
 def _graded(trajectory: Trajectory, answer: Score | Failure) -> Trajectory:
     if isinstance(answer, Failure):
         return replace(trajectory, failure=answer)
     return replace(trajectory, score=answer)
 
 
-def _too_few(lives: Lifecycle, terms: Terms) -> str:
-    outcomes = [group.outcome for group in lives.groups]
+def _too_few(lives: Lifecycle) -> str:
+    outcomes = [group.outcome for group in lives.open_page.groups]
     return (
         f"rollout.max_draws: of {len(outcomes)} problems drawn only {lives.num_accepted} were useful, and "
-        f"{terms.num_groups} are needed ({outcomes.count(DrawOutcome.FILTERED)} left out by rollout.filter, "
+        f"{lives.terms.num_groups} are needed ({outcomes.count(DrawOutcome.FILTERED)} left out by rollout.filter, "
         f"{outcomes.count(DrawOutcome.FAILED)} could not be graded): make the filter milder, raise max_draws, or choose "
         "problems that the policy solves sometimes"
     )
