@@ -8,6 +8,7 @@ from roll_core.types.manifest import Manifest
 
 STAGES = ("warm_start", "collect", "prepare", "update_critic", "update", "publish", "evaluate", "checkpoint", "other")
 _COLOURS = ("#b0b7bf", "#2f6f9f", "#8fb8d0", "#7b2d26", "#c8553d", "#e0a458", "#588b5f", "#8d6a9f", "#c9c9c9")
+COLOUR_OF = dict(zip(STAGES, _COLOURS, strict=True))
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 680, 240, 46, 28
 
 

@@ -99,6 +99,8 @@ class Collected(Receipt):
     draws: Draws | None = None
     """What became of every problem drawn; TRAINED are those whose trajectories are here, and `prepare` may still mask some.
     Null in receipts from before anything could be left out: `num_groups` problems were drawn."""
+    trace: ArtifactRef | None = None
+    """What happened to every attempt, and when. Null in receipts from before anybody wrote it down."""
 
 
 class Prepared(Receipt):
@@ -181,7 +183,10 @@ class Manifest(Record):
     @property
     def artifacts(self) -> list[ArtifactRef]:
         """What must be in the store before this can be committed."""
-        return [stage.trajectories for stage in (self.collected, self.evaluated) if stage is not None]
+        rollouts = [stage.trajectories for stage in (self.collected, self.evaluated) if stage is not None]
+        if self.collected is None or self.collected.trace is None:
+            return rollouts
+        return [*rollouts, self.collected.trace]
 
 
 class Difference(Record):

@@ -34,6 +34,7 @@ def record_digest(record: Record) -> str:
 
 class ArtifactKind(StrEnum):
     TRAJECTORIES = "trajectories"
+    TRACE = "trace"
     CHECKPOINT_FILE = "checkpoint-file"
     EXPORT_FILE = "export-file"
 

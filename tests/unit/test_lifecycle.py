@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from roll_core.config.rollout import GroupFilter, RolloutConfig
 from roll_core.errors import RewardUnavailable, RoleDied, RollError
 from roll_core.inference.requests import Completion, GenerationRequest
+from roll_core.planning.virtual_time import run_in_virtual_time
 from roll_core.rollout.filter import is_useful
 from roll_core.rollout.lifecycle import NEXT, Lifecycle, Place, State, Terms
 from roll_core.rollout.metrics import describe_lives
@@ -23,7 +24,6 @@ from roll_core.rollout.scheduler import Finished, Rollout, RolloutScheduler
 from roll_core.seeds import derive_seed
 from roll_core.types.manifest import CollectRequest, Draws
 from roll_core.types.trajectory import GREEDY_ATTEMPT, Ending, Failure, Message, Problem, Score, Speaker, Trajectory
-from tests.virtual_time import run_in_virtual_time
 
 FIRST_PROBLEM = 7
 

@@ -1,4 +1,7 @@
-"""asyncio without waiting: when all sleep, the clock jumps to whoever wakes first. If nobody will, that is an error."""
+"""asyncio without waiting: when all sleep, the clock jumps to whoever wakes first. If nobody will, that is an error.
+
+The loop's time is the only one that jumps: what reads another clock reads the real one.
+"""
 
 import asyncio
 import selectors
@@ -15,7 +18,7 @@ class _NobodyWaits(selectors.SelectSelector):
         super().__init__()
         self.now = 0.0
 
-    def select(self, timeout: float | None = None):
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         assert timeout is not None, "everybody waits for somebody else"
         self.now += timeout
         return super().select(0)

@@ -1,0 +1,59 @@
+"""Traces of attempts as Parquet, and what a manifest says of them."""
+
+import io
+
+import pyarrow.parquet as pq
+
+from roll_core.store.traces import decode_trace, encode_trace
+from roll_core.types.manifest import Collected, CollectRequest, Manifest
+from roll_core.types.refs import ArtifactKind, ArtifactRef
+from roll_core.types.trace import AttemptTrace, Fate, Span
+
+RESUMED = AttemptTrace(
+    problem=97,
+    attempt=2,
+    fate=Fate.TRAINED,
+    num_prompt_tokens=12,
+    oldest_version=3,
+    drawn_at=1763200000.0,
+    spans=(Span("engine 0", 1763200000.1, 1763200001.4, 40), Span("engine 1", 1763200001.5, 1763200002.4, 56)),
+    grading_at=1763200002.5,
+    graded_at=1763200002.7,
+    consumed_at=1763200005.0,
+)
+NEVER_BEGUN = AttemptTrace(98, -1, Fate.ABORTED, 9, None, 1763200000.0, (), None, None, 1763200005.0)
+
+
+def test_a_trace_survives_parquet_and_gives_the_same_bytes_again():
+    data = encode_trace([RESUMED, NEVER_BEGUN])
+    assert decode_trace(data) == [RESUMED, NEVER_BEGUN]
+    assert encode_trace(decode_trace(data)) == data
+    assert decode_trace(encode_trace([])) == []
+    assert pq.read_table(io.BytesIO(data)).column("fate").to_pylist() == ["trained", "aborted"]
+
+
+def test_a_manifest_names_its_trace_where_it_has_one():
+    def manifest(trace: ArtifactRef | None) -> Manifest:
+        request = CollectRequest(iteration=1, parent="", weights_version=0, first_problem=0, num_groups=1)
+        collected = Collected(
+            request=request, trajectories=rollouts, num_trajectories=1, num_failed=0, num_tokens=5, trace=trace
+        )
+        return Manifest(
+            run_id="tiny-1",
+            iteration=1,
+            parent="",
+            config_digest="",
+            leg=1,
+            weights_version=1,
+            next_problem=1,
+            collected=collected,
+            evaluated=None,
+            metrics={},
+            timings={},
+            committed_at="",
+        )
+
+    rollouts = ArtifactRef(kind=ArtifactKind.TRAJECTORIES, digest="a1", size=1)
+    trace = ArtifactRef(kind=ArtifactKind.TRACE, digest="b2", size=2)
+    assert manifest(None).artifacts == [rollouts]
+    assert manifest(trace).artifacts == [rollouts, trace]
