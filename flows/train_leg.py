@@ -113,7 +113,7 @@ def run_train_leg(run: RunRef, leg: int, context: dict[str, Any], launcher_pid: 
     scratch = run_dir(run, read_config(run))
     if not any(manifest.run_id == run.run_id for manifest in read_chain(store_of(run), run.run_id)):
         # Scratch of a run of the same name in another store, or in one since deleted.
-        for folder in ("stage-cache", "unfinished", "spool"):
+        for folder in ("stage-cache", "spool"):
             shutil.rmtree(scratch / folder, ignore_errors=True)
     with hydrated_context(context):
         try:

@@ -1,5 +1,6 @@
 """A run, described: what `roll plan` prints. Pure: reads the config and nothing else."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,12 +95,25 @@ def _sampling(rollout: RolloutConfig) -> list[tuple[str, str]]:
     if rollout.redundant_groups or rollout.redundant_attempts:
         extra = f"{rollout.redundant_groups} more problems, {rollout.redundant_attempts} more trajectories each"
         rows.append(("", f"{extra} in flight: the first to finish win, the rest is aborted"))
+    if rollout.async_ratio:
+        rows.append(
+            (
+                "",
+                f"up to {rollout.async_ratio:g} iterations ahead of training: tokens at most {math.ceil(rollout.async_ratio)} "
+                f"weights versions old; at an update, attempts under way {rollout.in_flight}",
+            )
+        )
     return rows
 
 
 def _roles(config: RunConfig) -> PlanSection:
     cluster, placement = config.cluster, config.placement
-    together = "colocated: engines sleep while the trainer works" if placement.colocated else "disaggregated"
+    if placement.colocated:
+        together = "colocated: engines sleep while the trainer works"
+    elif placement.shared:
+        together = f"those on {_devices(tuple(sorted(placement.shared)))} sleep while the trainer works"
+    else:
+        together = "disaggregated"
     return PlanSection(
         "roles",
         (

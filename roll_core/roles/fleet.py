@@ -116,7 +116,9 @@ class Fleet:
     def collect(self, request: CollectRequest) -> Collected:
         self._lend_devices_to_engines()
         # The scheduler keeps the deadline itself, since it knows which engine is late; this wait only covers its death.
-        answer = self._from_scheduler(self._scheduler.collect.remote(request), "collect", 1.1 * self._config.deadlines.collect)
+        answer = self._from_scheduler(
+            self._scheduler.collect.remote(request), "collect", 1.1 * self._config.deadlines.collect
+        )
         collected, self._trajectories[request.request_id] = answer
         return collected
 

@@ -432,8 +432,11 @@ class Lifecycle:
             self._num_accepted += 1
         else:
             self._num_live -= 1
-        while (decided := self._groups.get(self._decided_until)) is not None and decided.outcome is not None:
-            self._num_accepted_in_order += decided.outcome is DrawOutcome.TRAINED
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        while (group := self._groups.get(self._decided_until)) is not None and group.outcome is not None:
+            self._num_accepted_in_order += group.outcome is DrawOutcome.TRAINED
             self._decided_until += 1
 
     def _is_live(self, group: GroupLife) -> bool:
@@ -458,9 +461,7 @@ class Lifecycle:
                     del self._attempts[life.place]
         self._decided_until = self._cursor
         self._num_accepted_in_order = 0
-        while (group := self._groups.get(self._decided_until)) is not None and group.outcome is not None:
-            self._num_accepted_in_order += group.outcome is DrawOutcome.TRAINED
-            self._decided_until += 1
+        self._look_ahead()
 
     def _abort(self, life: AttemptLife, now: float) -> None:
         match life.state:

@@ -294,8 +294,10 @@ class Router:
             self._deaths.note(name, error)
             self._alive.pop(name, None)
             self._has_room.discard(name)
-        if self._whole_groups:
-            self._num_asked.subtract(self._at[request_id].group for request_id in request_ids)
+        for group in {self._at[request_id].group for request_id in request_ids}:
+            self._num_asked.pop(group, None)
+            if held := self._held.pop(group, None):
+                self._tell(Completed(held))
         self._left(request_ids)
         self._tell(NotGenerated(request_ids, error))
 

@@ -176,7 +176,10 @@ class RolloutScheduler:
     async def _stream_for(self, request: CollectRequest) -> "_Stream":
         """The one that is under way, if it stands where the request wants to go on; else a new one."""
         if self._stream is not None:
-            if self._stream.stands_at == (request.first_problem, request.weights_version) and not self._stream.failures:
+            if (
+                self._stream.lives.stands_at == (request.first_problem, request.weights_version)
+                and not self._stream.failures
+            ):
                 return self._stream
             await self.close()
         self._stream = self._begin(request)
@@ -201,7 +204,9 @@ class RolloutScheduler:
             index = places[0][0]
             return self._attempts(self._source.problem(index), places, config.temperature, index)
 
-        return self._open(terms, request.first_problem, request.weights_version, attempts, self.finished, self._partial, self._keep)
+        return self._open(
+            terms, request.first_problem, request.weights_version, attempts, self.finished, self._partial, self._keep
+        )
 
     def _forget_unfit(self, request: CollectRequest, terms: Terms) -> None:
         """What was finished, but not by weights that the batch it belongs to may be made by. An earlier leg had it: of an

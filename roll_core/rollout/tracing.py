@@ -47,7 +47,7 @@ def _fate(life: AttemptLife, outcome: DrawOutcome | None) -> Fate:
     match life.state:
         case State.ABORTED:
             return Fate.ABORTED
-        case State.FAILED:
+        case State.FAILED | State.ABANDONED:
             return Fate.FAILED
         case _:
             return _FATE[outcome]

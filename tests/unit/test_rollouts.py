@@ -1,7 +1,7 @@
 """Trajectories as Parquet, problems by seed, rewards, and the scheduler with engines and graders made for the test."""
 
 import asyncio
-import contextlib
+import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 
@@ -17,11 +17,12 @@ from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.models import characters
 from roll_core.rewards.exact_match import ExactMatchReward, matching_share
 from roll_core.rewards.number_match import NumberMatchReward
+from roll_core.rollout.journal import Journal
 from roll_core.rollout.metrics import accuracy, describe
 from roll_core.rollout.renderer import CharacterRenderer
-from roll_core.rollout.scheduler import RolloutScheduler
-from roll_core.rollout.unfinished import Unfinished
+from roll_core.rollout.scheduler import Finished, RolloutScheduler
 from roll_core.seeds import derive_seed
+from roll_core.store.object_store import ObjectStore
 from roll_core.store.rollouts import decode_trajectories, encode_trajectories
 from roll_core.types.manifest import CollectRequest
 from roll_core.types.trajectory import Ending, Failure, Message, Problem, Score, Speaker, Trajectory
@@ -145,11 +146,12 @@ def test_a_problem_that_cannot_be_graded_raises_instead_of_scoring_zero():
 # -------------------------------------------------------------------------------------------------- scheduler
 @dataclass
 class EchoEngine:
-    """Answers with the prompt, in an order of its own; `stuck` requests never come back."""
+    """Answers with the prompt, in an order of its own; `stuck` requests come back only when they are aborted."""
 
     name: str
     stuck: int = 0
     seen: list[GenerationRequest] = field(default_factory=list)
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
         self.seen += requests
@@ -158,10 +160,12 @@ class EchoEngine:
             count = len(tokens)
             yield [Completion(request.request_id, tokens, (-0.1,) * count, (3,) * count, Ending.STOP)]
         if self.stuck:
-            await asyncio.Event().wait()
+            await self.aborted.wait()
+            yield [Completion(request.request_id, (), (), (), Ending.ABORTED) for request in requests[: self.stuck]]
 
     async def abort(self, request_ids: list[str]) -> None:
-        raise AssertionError("nothing here is redundant")
+        assert len(request_ids) == self.stuck, "nothing here is redundant"
+        self.aborted.set()
 
 
 class ExactGrader:
@@ -178,7 +182,7 @@ class ExactGrader:
         ]
 
 
-def scheduler(engines: list[EchoEngine], *graders: ExactGrader) -> RolloutScheduler:
+def scheduler(engines: list[EchoEngine], *graders: ExactGrader, finished: Finished | None = None) -> RolloutScheduler:
     return RolloutScheduler(
         RolloutConfig(num_groups=4, group_size=3, max_new_tokens=8),
         seed=0,
@@ -186,6 +190,7 @@ def scheduler(engines: list[EchoEngine], *graders: ExactGrader) -> RolloutSchedu
         renderer=CharacterRenderer(),
         engines=engines,
         graders=graders or [ExactGrader()],
+        finished=finished,
     )
 
 
@@ -200,7 +205,7 @@ def test_groups_stay_whole_on_an_engine_and_every_attempt_has_its_own_seed():
     engines = [EchoEngine("a"), EchoEngine("b")]
     asyncio.run(scheduler(engines).collect(REQUEST, 5.0))
     groups = [{request.request_id.split("/")[0] for request in engine.seen} for engine in engines]
-    assert groups == [{"0", "2"}, {"1", "3"}]
+    assert groups == [{"10", "12"}, {"11", "13"}]
     assert len({request.seed for engine in engines for request in engine.seen}) == 12
 
 
@@ -254,42 +259,39 @@ def uninterrupted() -> bytes:
     return encode_trajectories(asyncio.run(scheduler([EchoEngine("a")]).collect(REQUEST, 5.0)).trajectories)
 
 
-def fail(unfinished: Unfinished, failing: RolloutScheduler, error: type[Exception], deadline_s: float = 5.0) -> None:
+def journal() -> Journal:
+    """In a store of its own."""
+    return Journal(ObjectStore(f"memory://{uuid.uuid4().hex}"), "run-1", seconds=0.0)
+
+
+def fail(kept: Journal, failing: RolloutScheduler, error: type[Exception], deadline_s: float = 5.0) -> None:
     """A collect that fails, as the scheduler's role would see it."""
-    with pytest.raises(error), unfinished.kept(REQUEST.request_id) as finished:
-        asyncio.run(failing.collect(REQUEST, deadline_s, finished))
+
+    async def collect() -> None:
+        with pytest.raises(error):
+            await failing.collect(REQUEST, deadline_s)
+        await kept.keep(failing.finished.values())
+
+    asyncio.run(collect())
 
 
-def keep(unfinished: Unfinished, request_id: str, trajectories: list[Trajectory]) -> None:
-    """As if a stage had failed after these."""
-    with contextlib.suppress(ZeroDivisionError), unfinished.kept(request_id) as finished:
-        finished.update({(t.group, t.attempt): t for t in trajectories})
-        raise ZeroDivisionError
-
-
-def collect_again(unfinished: Unfinished, grader: ExactGrader | None = None) -> tuple[bytes, int]:
+def collect_again(kept: Journal, grader: ExactGrader | None = None) -> tuple[bytes, int]:
     """The bytes the next collect of the request leads to, and how many attempts it generated for them."""
     engine = EchoEngine("again")
-    with unfinished.kept(REQUEST.request_id) as finished:
-        trajectories = asyncio.run(
-            scheduler([engine], *([grader] if grader else [])).collect(REQUEST, 5.0, finished)
-        ).trajectories
-    return encode_trajectories(trajectories), len(engine.seen)
+    again = scheduler([engine], *([grader] if grader else []), finished=kept.read())
+    return encode_trajectories(asyncio.run(again.collect(REQUEST, 5.0)).trajectories), len(engine.seen)
 
 
-def test_a_reward_that_went_away_costs_no_generation(tmp_path):
-    unfinished = Unfinished(tmp_path / "unfinished")
-    fail(unfinished, scheduler([EchoEngine("a"), EchoEngine("b")], AbsentGrader(grades=5)), RewardUnavailable)
+def test_a_reward_that_went_away_costs_no_generation():
+    fail(kept := journal(), scheduler([EchoEngine("a"), EchoEngine("b")], AbsentGrader(grades=5)), RewardUnavailable)
     grader = AbsentGrader(grades=7)  # what is left
-    assert collect_again(unfinished, grader) == (uninterrupted(), 0)
+    assert collect_again(kept, grader) == (uninterrupted(), 0)
 
 
-def test_grades_that_were_given_are_not_asked_for_again(tmp_path):
-    unfinished = Unfinished(tmp_path)
-    fail(unfinished, scheduler([EchoEngine("a")], AbsentGrader(grades=5)), RewardUnavailable)
-    with unfinished.kept(REQUEST.request_id) as finished:
-        assert sum(t.score is not None for t in finished.values()) == 5
-        assert len(finished) == 12
+def test_grades_that_were_given_are_not_asked_for_again():
+    fail(kept := journal(), scheduler([EchoEngine("a")], AbsentGrader(grades=5)), RewardUnavailable)
+    assert sum(t.score is not None for t in kept.read().values()) == 5
+    assert len(kept.read()) == 12
 
 
 def test_an_engine_that_died_is_replaced_by_the_others_and_nothing_changes_by_that():
@@ -300,13 +302,14 @@ def test_an_engine_that_died_is_replaced_by_the_others_and_nothing_changes_by_th
     assert len(other.seen) == 6 + 4
 
 
-def test_the_last_engine_to_die_costs_only_what_it_had_not_finished(tmp_path):
+def test_the_last_engine_to_die_costs_only_what_it_had_not_finished():
     """Two of the six attempts of the first, two of the ten that the second then had."""
-    unfinished = Unfinished(tmp_path)
-    says = "a died while generating; b died while generating; none is left"
-    with pytest.raises(RoleDied, match=says), unfinished.kept(REQUEST.request_id) as finished:
-        asyncio.run(scheduler([DyingEngine("a"), DyingEngine("b")]).collect(REQUEST, 5.0, finished))
-    assert collect_again(unfinished) == (uninterrupted(), 8)
+    both = scheduler([DyingEngine("a"), DyingEngine("b")])
+    with pytest.raises(RoleDied, match="a died while generating; b died while generating; none is left"):
+        asyncio.run(both.collect(REQUEST, 5.0))
+    again = EchoEngine("again")
+    rollout = asyncio.run(scheduler([again], finished=both.finished).collect(REQUEST, 5.0))
+    assert (encode_trajectories(rollout.trajectories), len(again.seen)) == (uninterrupted(), 8)
 
 
 def test_the_dead_stay_dead_for_later_stages():
@@ -335,48 +338,71 @@ def test_what_a_dead_grader_had_is_graded_by_the_others():
         asyncio.run(scheduler([EchoEngine("a")], dying).collect(REQUEST, 5.0))
 
 
-def test_a_deadline_costs_only_what_was_not_finished(tmp_path):
-    unfinished = Unfinished(tmp_path)
-    fail(unfinished, scheduler([EchoEngine("a", stuck=3)]), DeadlineExceeded, deadline_s=0.2)
-    assert collect_again(unfinished) == (uninterrupted(), 3)
+def test_a_deadline_costs_only_what_was_not_finished():
+    fail(kept := journal(), scheduler([EchoEngine("a", stuck=3)]), DeadlineExceeded, deadline_s=0.2)
+    assert collect_again(kept) == (uninterrupted(), 3)
 
 
-def test_what_fails_after_everything_is_graded_generates_nothing_again(tmp_path):
-    unfinished = Unfinished(tmp_path)
-    keep(unfinished, REQUEST.request_id, asyncio.run(scheduler([EchoEngine("a")]).collect(REQUEST, 5.0)).trajectories)
-    assert collect_again(unfinished, AbsentGrader()) == (uninterrupted(), 0)
+def keep(kept: Journal, *trajectories: Trajectory) -> None:
+    asyncio.run(kept.keep(trajectories))
 
 
-def test_failed_grades_are_tried_again_and_aborted_attempts_made_again(tmp_path):
-    unfinished = Unfinished(tmp_path)
+def test_failed_grades_are_tried_again_and_aborted_attempts_made_again():
+    kept = journal()
     aborted = replace(trajectory(0, 1, None), ending=Ending.ABORTED, failure=Failure("generate", "aborted"))
-    keep(unfinished, "1/p", [trajectory(0, 0, None), aborted, trajectory(0, 2, 0.5)])
-    with unfinished.kept("1/p") as finished:
-        assert finished == {(0, 0): replace(trajectory(0, 0, None), failure=None), (0, 2): trajectory(0, 2, 0.5)}
+    keep(kept, trajectory(0, 0, None), aborted, trajectory(0, 2, 0.5))
+    assert kept.read() == {(0, 0): replace(trajectory(0, 0, None), failure=None), (0, 2): trajectory(0, 2, 0.5)}
 
 
-def test_what_is_kept_is_for_its_request_alone_and_gone_once_it_was_used(tmp_path):
-    unfinished = Unfinished(tmp_path)
-    fail(unfinished, scheduler([EchoEngine("a")], AbsentGrader()), RewardUnavailable)
-    with unfinished.kept("2/other") as finished:
-        assert finished == {}
-    assert collect_again(unfinished)[1] == 0
-    assert list(tmp_path.iterdir()) == []
-    assert collect_again(unfinished)[1] == 12
+def test_of_what_was_kept_twice_the_graded_one_counts():
+    kept = journal()
+    for score in (0.5, None):
+        keep(kept, replace(trajectory(4, 0, score), failure=None))
+    assert kept.read() == {(4, 0): trajectory(4, 0, 0.5)}
+
+
+def test_what_is_added_is_kept_within_some_seconds_unless_a_batch_has_it_by_then():
+    async def add(kept: Journal) -> None:
+        for number in (3, 4):
+            kept.add(trajectory(number, 0, 0.5))
+        kept.drop_before(4)
+        while not kept.read():
+            await asyncio.sleep(0)
+
+    asyncio.run(add(kept := journal()))
+    assert set(kept.read()) == {(4, 0)}
+
+
+def test_what_a_committed_iteration_used_up_is_forgotten():
+    kept = journal()
+    keep(kept, trajectory(3, 0, 0.5), trajectory(4, 0, 0.5))
+    keep(kept, trajectory(5, 0, 0.5))
+    kept.forget_before(5)
+    assert set(kept.read()) == {(5, 0)}
+
+
+def test_what_is_kept_is_used_only_by_weights_that_may_have_made_it():
+    """The engine's tokens are of version 3, as the request's; those of a version that was never committed are made again."""
+    fail(kept := journal(), scheduler([EchoEngine("a")], AbsentGrader()), RewardUnavailable)
+    for version in (2, 4):
+        engine = EchoEngine("again")
+        again = scheduler([engine], finished=kept.read())
+        asyncio.run(again.collect(REQUEST.model_copy(update={"weights_version": version}), 5.0))
+        assert len(engine.seen) == 12
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:80] + b"?" + data[81:], lambda data: b""])
-def test_a_damaged_file_is_as_good_as_none(tmp_path, damage):
-    unfinished = Unfinished(tmp_path)
-    fail(unfinished, scheduler([EchoEngine("a")], AbsentGrader()), RewardUnavailable)
-    (file,) = tmp_path.iterdir()
+def test_a_damaged_part_is_as_good_as_none(tmp_path, damage):
+    kept = Journal(ObjectStore(f"file://{tmp_path}"), "run-1", seconds=0.0)
+    fail(kept, scheduler([EchoEngine("a")], AbsentGrader()), RewardUnavailable)
+    (file,) = (tmp_path / "runs/run-1/unfinished").iterdir()
     file.write_bytes(damage(file.read_bytes()))
-    assert collect_again(unfinished) == (uninterrupted(), 12)
+    assert collect_again(kept) == (uninterrupted(), 12)
 
 
-def test_a_scratch_folder_that_cannot_be_written_does_not_hide_what_failed(tmp_path):
-    (tmp_path / "unfinished").write_text("in the way")
-    fail(Unfinished(tmp_path / "unfinished"), scheduler([DyingEngine("a")]), RoleDied)
+def test_a_store_that_cannot_be_written_does_not_hide_what_failed(tmp_path):
+    (tmp_path / "runs").write_text("in the way")
+    fail(Journal(ObjectStore(f"file://{tmp_path}"), "run-1", 0.0), scheduler([DyingEngine("a")]), RoleDied)
 
 
 def test_evaluation_is_one_greedy_attempt_at_each_held_out_problem():

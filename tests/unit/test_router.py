@@ -1,0 +1,104 @@
+"""Who gets which request: load, prefix affinity, room, withdrawn engines, whole groups."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from roll_core.config.rollout import Requests, RolloutConfig
+from roll_core.inference.requests import Completion, GenerationRequest
+from roll_core.rollout.router import Completed, Deaths, Event, Router
+from roll_core.types.trajectory import Ending
+
+
+@dataclass
+class OnDemand:
+    """Ends a request when it is told to."""
+
+    name: str
+    ended: asyncio.Queue[Completion] = field(default_factory=asyncio.Queue)
+
+    async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
+        for _ in requests:
+            yield [await self.ended.get()]
+
+    async def abort(self, request_ids: list[str]) -> None: ...
+
+
+def request(group: int, number: int, prompt_tokens: int = 1) -> GenerationRequest:
+    return GenerationRequest(f"{group}/{number}", (1,) * prompt_tokens, 4, 1.0, (1,), number)
+
+
+def router(*names: str, slots: int = 64, **settings: object) -> Router:
+    config = RolloutConfig(slots_per_engine=slots, **settings)
+    return Router([OnDemand(name) for name in names], config, Deaths(), lambda event: None)
+
+
+def routed(among: Router, group: int, count: int, first: int = 0) -> list[str | None]:
+    """The engines that attempts of a group are given to."""
+    return [among.assign(group, request(group, number)) for number in range(first, first + count)]
+
+
+def test_a_group_stays_with_one_engine_and_the_next_goes_to_the_one_with_less_to_do():
+    two = router("a", "b")
+    assert routed(two, group=0, count=8) == ["a"] * 8
+    assert routed(two, group=1, count=4) == ["b"] * 4
+    assert routed(two, group=2, count=2) == ["b"] * 2
+    assert routed(two, group=0, count=1, first=8) == ["a"]
+
+
+def test_a_group_leaves_an_engine_that_is_well_behind():
+    two = router("a", "b", slots=8)  # a quarter of 8 slots is the margin
+    assert routed(two, group=0, count=5) == ["a", "a", "a", "b", "b"]
+
+
+def test_a_group_that_is_asked_for_as_one_stays_together():
+    two = router("a", "b", slots=8, requests=Requests.GROUPED)
+    assert routed(two, group=0, count=12) == ["a"] * 12
+    assert routed(two, group=1, count=2) == ["b"] * 2
+
+
+def test_engines_get_no_more_than_they_have_room_for():
+    one = router("a", slots=4)
+    assert routed(one, group=0, count=6) == ["a"] * 5 + [None]
+
+
+def test_engines_get_no_more_tokens_than_their_cache_holds():
+    """Each request may become 5 tokens long."""
+    one = router("a", tokens_per_engine=12)
+    assert routed(one, group=0, count=4) == ["a"] * 3 + [None]
+    assert routed(router("a", tokens_per_engine=1), group=0, count=2) == ["a", None]  # one goes always
+
+
+def test_an_engine_that_was_withdrawn_gets_nothing_until_it_is_given_back():
+    two = router("a", "b")
+    assert routed(two, group=0, count=2) == ["a"] * 2
+    assert two.withdraw(["a"]) == ["0/0", "0/1"]
+    assert routed(two, group=0, count=2, first=2) == ["b"] * 2
+    assert not two.is_quiet(["a"])
+    two.give_back(["a"])
+    assert routed(two, group=1, count=1) == ["a"]
+
+
+def test_whole_groups_come_back_when_their_last_is_done_and_single_attempts_at_once():
+    def told(requests: Requests) -> list[list[str]]:
+        async def run() -> list[list[str]]:
+            engine, events = OnDemand("a"), []
+
+            def tell(event: Event) -> None:
+                assert isinstance(event, Completed)
+                events.append([completion.request_id for completion in event.completions])
+
+            one = Router([engine], RolloutConfig(requests=requests), Deaths(), tell)
+            for group, number in ((0, 0), (0, 1), (1, 0), (1, 1)):
+                one.assign(group, request(group, number))
+            one.send()
+            for request_id in ("1/1", "0/1", "1/0", "0/0"):
+                engine.ended.put_nowait(Completion(request_id, (1,), (0.0,), (0,), Ending.STOP))
+            while not one.is_quiet(["a"]):
+                await asyncio.sleep(0)
+            return events
+
+        return asyncio.run(run())
+
+    assert told(Requests.SINGLE) == [["1/1"], ["0/1"], ["1/0"], ["0/0"]]
+    assert told(Requests.GROUPED) == [["1/1", "1/0"], ["0/1", "0/0"]]
