@@ -6,6 +6,7 @@ from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from roll_core.config.algorithm import AlgorithmConfig, Grpo
 from roll_core.config.base import Section
+from roll_core.config.inference import InferenceConfig, TorchInference
 from roll_core.config.model import ModelConfig, ScratchModel
 from roll_core.config.placement import ClusterConfig, PlacementConfig
 from roll_core.config.problems import ArithmeticProblems, ExactMatch, ProblemsConfig, RewardConfig
@@ -46,6 +47,7 @@ class RunConfig(Section):
     """Supervised steps before the first iteration; null starts from the model as it is."""
     algorithm: AlgorithmConfig = Grpo()
     rollout: RolloutConfig = RolloutConfig()
+    inference: InferenceConfig = TorchInference()
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -147,6 +149,15 @@ class RunConfig(Section):
                     f"{key}.masks.wrong_above_tokens ({limit}) must be below rollout.max_new_tokens ({max_new_tokens}): "
                     "no completion is longer"
                 )
+
+    @model_validator(mode="after")
+    def _engines_can_run_ahead(self):
+        if self.rollout.async_ratio and self.placement.colocated:
+            raise ValueError(
+                f"rollout.async_ratio ({self.rollout.async_ratio}) needs engines that generate while the trainer works: "
+                "give placement.trainer and placement.engines devices of their own, or set rollout.async_ratio to 0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _placement_fits_cluster(self):

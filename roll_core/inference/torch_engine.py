@@ -2,7 +2,7 @@
 
 Sequences being decoded occupy the first rows ("slots") of one key-value cache. After each step finished ones leave, the
 rest move up, and waiting requests fill the free slots, so that no finished sequence holds the batch.
-Shapes: B sequences, P prompts being prefilled, K key-value heads, T cached tokens, D head size, V vocabulary.
+Shapes: B sequences, P contexts being prefilled, K key-value heads, T cached tokens, D head size, V vocabulary.
 """
 
 import asyncio
@@ -21,6 +21,10 @@ from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.models.causal_lm import build_model
 from roll_core.types.trajectory import Ending
 
+PREFILL_TOKENS = 32_768
+"""Most tokens of contexts, padding included, in one forward pass. All that were interrupted come back together, each with a
+context of its own: at once, their keys and values would need the room of a second cache."""
+
 
 @dataclass
 class _Sequence:
@@ -35,12 +39,17 @@ class _Sequence:
     @property
     def num_cached(self) -> int:
         """Tokens whose keys are in the cache before the next step: all but the newest."""
-        return len(self.request.prompt_ids) + len(self.token_ids) - 1
+        return len(self.request.prompt_ids) + self.place - 1
+
+    @property
+    def place(self) -> int:
+        """Of the next token in the whole completion."""
+        return len(self.request.prefix_ids) + len(self.token_ids)
 
     def ending(self) -> Ending | None:
         if self.token_ids and self.token_ids[-1] in self.request.stop_token_ids:
             return Ending.STOP
-        return Ending.LENGTH if len(self.token_ids) == self.request.max_new_tokens else None
+        return Ending.LENGTH if self.place == self.request.max_new_tokens else None
 
     def finish(self, ending: Ending) -> None:
         if not self.done.done():
@@ -84,12 +93,12 @@ class _SlotCache:
         kept_values[rows_B, :, self._positions_B] = values[:, :, 0]
         return kept_keys[: len(keys), :, : self._num_tokens], kept_values[: len(keys), :, : self._num_tokens]
 
-    def keep_fresh(self, first_slot: int, prompt_of_slot: Tensor) -> None:
-        """Copy prefilled prompts into slots from `first_slot` on; several slots may share a prompt."""
-        slots = slice(first_slot, first_slot + len(prompt_of_slot))
+    def keep_fresh(self, first_slot: int, context_of_slot: Tensor) -> None:
+        """Copy prefilled contexts into slots from `first_slot` on; several slots may share one."""
+        slots = slice(first_slot, first_slot + len(context_of_slot))
         for layer, (keys, values) in enumerate(self._fresh):
-            self._kept[layer, 0, slots, :, : keys.shape[2]] = keys[prompt_of_slot]
-            self._kept[layer, 1, slots, :, : keys.shape[2]] = values[prompt_of_slot]
+            self._kept[layer, 0, slots, :, : keys.shape[2]] = keys[context_of_slot]
+            self._kept[layer, 1, slots, :, : keys.shape[2]] = values[context_of_slot]
         self._fresh = []
 
     def move_up(self, staying: list[int]) -> None:
@@ -192,25 +201,40 @@ class TorchEngine:
 
     @torch.inference_mode()
     def _prefill(self) -> None:
-        """Start waiting requests in the free slots. A prompt shared by several (a group) is computed once."""
+        """Start waiting requests in the free slots, each after its context: the prompt and, if it is resumed, what it had.
+        A context shared by several (the prompt of a group) is computed once."""
         first_slot = len(self._running)
-        starting = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._num_slots - first_slot))]
+        starting = self._take_waiting(self._num_slots - first_slot)
         self._running += starting  # before anything can fail, so that a failure reaches them
-        prompts = list(dict.fromkeys(s.request.prompt_ids for s in starting))
-        number = {prompt: i for i, prompt in enumerate(prompts)}
-        lengths_P = torch.tensor([len(p) for p in prompts])
+        contexts = list(dict.fromkeys(s.request.context_ids for s in starting))
+        number = {context: i for i, context in enumerate(contexts)}
+        lengths_P = torch.tensor([len(c) for c in contexts])
         longest = int(lengths_P.max())
-        token_ids_PT = torch.tensor([p + (0,) * (longest - len(p)) for p in prompts])
+        token_ids_PT = torch.tensor([c + (0,) * (longest - len(c)) for c in contexts])
         causal_TT = torch.ones(longest, longest, dtype=torch.bool, device=self._device).tril()
         cache = self._open_cache()
         cache.begin_prefill()
         hidden = self._forward(
-            token_ids_PT, torch.arange(longest).expand(len(prompts), -1), causal_TT.expand(len(prompts), 1, -1, -1), cache
+            token_ids_PT, torch.arange(longest).expand(len(contexts), -1), causal_TT.expand(len(contexts), 1, -1, -1), cache
         )
-        last_PH = hidden[torch.arange(len(prompts)), lengths_P - 1]
-        prompt_of_slot = torch.tensor([number[s.request.prompt_ids] for s in starting])
-        cache.keep_fresh(first_slot, prompt_of_slot)
-        self._sample(starting, self._logits(last_PH)[prompt_of_slot])
+        last_PH = hidden[torch.arange(len(contexts)), lengths_P - 1]
+        context_of_slot = torch.tensor([number[s.request.context_ids] for s in starting])
+        cache.keep_fresh(first_slot, context_of_slot)
+        self._sample(starting, self._logits(last_PH)[context_of_slot])
+
+    def _take_waiting(self, most: int) -> list[_Sequence]:
+        """The next in the queue, as many as one prefill can hold: at least one."""
+        taken: list[_Sequence] = []
+        contexts: set[tuple[int, ...]] = set()
+        longest = 0
+        while self._waiting and len(taken) < most:
+            context = self._waiting[0].request.context_ids
+            longest = max(longest, len(context))
+            contexts.add(context)
+            if taken and len(contexts) * longest > PREFILL_TOKENS:
+                break
+            taken.append(self._waiting.popleft())
+        return taken
 
     @torch.inference_mode()
     def _decode(self) -> None:
@@ -242,7 +266,7 @@ class TorchEngine:
         scale_B1 = torch.tensor([[t or 1.0] for t in temperatures], device=self._device)
         logprobs_BV = (logits_BV / scale_B1).log_softmax(dim=-1)
         seeds_B = np.array([s.request.seed for s in sequences], dtype=np.uint64)
-        places_B = np.array([len(s.token_ids) for s in sequences], dtype=np.uint64)
+        places_B = np.array([s.place for s in sequences], dtype=np.uint64)
         uniforms_B = torch.from_numpy(uniforms(seeds_B, places_B)).to(self._device)
         cumulative_BV = logprobs_BV.double().exp().cumsum(dim=-1)
         drawn_B1 = torch.searchsorted(cumulative_BV, uniforms_B[:, None] * cumulative_BV[:, -1:], right=True)

@@ -84,8 +84,10 @@ def _stages(config: RunConfig) -> PlanSection:
 
 
 def _sampling(rollout: RolloutConfig) -> list[tuple[str, str]]:
-    """What is drawn beyond the batch, where anything is."""
+    """What is drawn beyond the batch, or ahead of it, where anything is."""
     rows = []
+    if rollout.async_ratio:
+        rows.append(("", f"up to {rollout.async_ratio:g} iterations ahead of training; at new weights: {rollout.in_flight}"))
     if rollout.filter is not None:
         conditions = ", ".join(
             f"{key} {value}" for key, value in rollout.filter.model_dump(mode="json", exclude_defaults=True).items()
@@ -119,7 +121,10 @@ def _roles(config: RunConfig) -> PlanSection:
         (
             ("cluster", f"{cluster.nodes} node(s) x {cluster.devices_per_node} {cluster.device} device(s)"),
             ("trainer", f"{len(placement.trainer)} rank(s) on {_devices(placement.trainer)} ({config.training.backend})"),
-            ("engines", f"{len(placement.engines)} engine(s) on {_devices(placement.engines)}, {together}"),
+            (
+                "engines",
+                f"{len(placement.engines)} {config.inference.kind} engine(s) on {_devices(placement.engines)}, {together}",
+            ),
             ("reward workers", str(placement.reward_workers)),
             ("legs", f"{config.legs.launcher}, at most {config.legs.max_failures} failures in a row"),
         ),

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from roll_core.config.inference import RehearsalInference, TorchInference
 from roll_core.config.placement import DeviceKind
 from roll_core.config.run import RunConfig
 from roll_core.config.training import Precision
@@ -21,20 +22,7 @@ class EngineRole:
         self._config = config
 
     async def start(self) -> None:
-        import torch
-
-        from roll_core.inference.torch_engine import TorchEngine
-
-        config = self._config
-        torch.set_num_threads(config.cluster.threads_per_device)
-        bfloat16 = config.training.precision is Precision.BFLOAT16 and config.cluster.device is DeviceKind.CUDA
-        self._engine: InferenceEngine = TorchEngine(
-            config.model,
-            seed=config.seed,
-            num_slots=config.rollout.slots_per_engine,
-            device=torch.device(config.cluster.device.value),
-            dtype=torch.bfloat16 if bfloat16 else torch.float32,
-        )
+        self._engine = _build_engine(self._config)
         settle()
 
     async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
@@ -58,3 +46,30 @@ class EngineRole:
 
     async def wake(self) -> None:
         await self._engine.wake()
+
+
+def _build_engine(config: RunConfig) -> "InferenceEngine":
+    num_slots = config.rollout.slots_per_engine
+    match config.inference:
+        case TorchInference():
+            return _build_torch_engine(config, num_slots)
+        case RehearsalInference() as latency:
+            from roll_core.inference.rehearsal_engine import RehearsalEngine
+
+            return RehearsalEngine(latency, num_slots=num_slots)
+
+
+def _build_torch_engine(config: RunConfig, num_slots: int) -> "InferenceEngine":
+    import torch
+
+    from roll_core.inference.torch_engine import TorchEngine
+
+    torch.set_num_threads(config.cluster.threads_per_device)
+    bfloat16 = config.training.precision is Precision.BFLOAT16 and config.cluster.device is DeviceKind.CUDA
+    return TorchEngine(
+        config.model,
+        seed=config.seed,
+        num_slots=num_slots,
+        device=torch.device(config.cluster.device.value),
+        dtype=torch.bfloat16 if bfloat16 else torch.float32,
+    )

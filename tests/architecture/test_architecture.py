@@ -45,6 +45,11 @@ def test_driving_the_roles_loads_no_tensors():
     assert not loaded_after_importing(["roll_core.roles", "roll_core.rollout"]) & {"torch", "transformers", "vllm"}
 
 
+def test_a_rehearsal_needs_no_tensors():
+    program = "import sys, roll_core.inference.rehearsal_engine; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
 def test_the_training_process_never_loads_mlflow():
     assert "mlflow" not in loaded_after_importing(["tasks", "roll_core.roles"])
 

@@ -1,17 +1,28 @@
-"""What every inference engine must do: tokens that depend on seed and weights alone, honest logprobs, honest versions."""
+"""What every inference engine must do: tokens that depend on seed and weights alone, honest logprobs, honest versions.
+
+Tests that take a `subject` are about every engine, the rehearsal's in virtual time. Those about what a model says of its
+tokens are about engines that have one.
+"""
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
 from roll_core.batching.demonstrations import as_sample
 from roll_core.batching.packing import PackingLimits
+from roll_core.config.inference import RehearsalInference
 from roll_core.config.model import Architecture, ScratchModel
 from roll_core.config.rollout import InFlight
 from roll_core.config.training import Packing, TrainingConfig
-from roll_core.inference.base import WeightsUpdate
+from roll_core.inference import torch_engine
+from roll_core.inference.base import InferenceEngine, WeightsUpdate
+from roll_core.inference.rehearsal_engine import RehearsalEngine
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
 from roll_core.training.base import Policy
@@ -20,6 +31,7 @@ from roll_core.training.torch_trained import TorchSettings
 from roll_core.types.trajectory import Ending
 from roll_core.weights.buckets import pack, unpack
 from tests.micro_batches import cut
+from tests.virtual_time import run_in_virtual_time
 
 NO_STOP: tuple[int, ...] = ()
 
@@ -47,7 +59,7 @@ def requests(
     ]
 
 
-async def generate_all(served: TorchEngine, asked: list[GenerationRequest]) -> list[Completion]:
+async def generate_all(served: InferenceEngine, asked: list[GenerationRequest]) -> list[Completion]:
     return await asyncio.gather(*(served.generate(request) for request in asked))
 
 
@@ -55,40 +67,76 @@ def run_all(served: TorchEngine, asked: list[GenerationRequest]) -> list[Complet
     return asyncio.run(generate_all(served, asked))
 
 
-async def settled(steps: int) -> None:
-    """Let the engine take some steps: it yields to the event loop after each."""
-    for _ in range(steps):
-        await asyncio.sleep(0)
+@cache
+def weights(seed: int = 7) -> list[tuple[str, torch.Tensor]]:
+    return list(trainer(seed=seed).weights())
+
+
+def rehearsal(num_slots: int = 64) -> RehearsalEngine:
+    latency = RehearsalInference(seconds_per_token=1.0, seconds_to_first_token=0.25, median_tokens=8, sigma=0.7)
+    return RehearsalEngine(latency, num_slots=num_slots)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An engine under test, and the time it lives in."""
+
+    engine: Callable[..., InferenceEngine]
+    run: Callable[[Coroutine[Any, Any, Any]], Any]
+    step_seconds: float
+    """What passes while it makes a token; 0: it yields to the event loop after each."""
+
+    async def settled(self, steps: int) -> None:
+        """Let the engine take some steps."""
+        for _ in range(steps):
+            await asyncio.sleep(self.step_seconds)
+
+    def run_all(self, asked: list[GenerationRequest], num_slots: int = 64) -> list[Completion]:
+        async def ask() -> list[Completion]:
+            return await generate_all(self.engine(num_slots), asked)
+
+        return self.run(ask())
+
+
+SUBJECTS = {"torch": Subject(engine, asyncio.run, 0.0), "rehearsal": Subject(rehearsal, run_in_virtual_time, 1.0)}
+
+
+@pytest.fixture(params=SUBJECTS)
+def subject(request: pytest.FixtureRequest) -> Subject:
+    return SUBJECTS[request.param]
 
 
 @pytest.mark.parametrize("num_slots", [1, 3, 64])
-def test_tokens_do_not_depend_on_how_many_sequences_share_the_engine(num_slots):
+def test_tokens_do_not_depend_on_how_many_sequences_share_the_engine(subject, num_slots):
     asked = requests(20)
-    alone = run_all(engine(1), asked)
-    together = run_all(engine(num_slots), asked)
+    alone = subject.run_all(asked, num_slots=1)
+    together = subject.run_all(asked, num_slots)
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
 
 
-def test_a_seed_gives_its_tokens_again_and_another_seed_others():
+def test_a_seed_gives_its_tokens_again_and_another_seed_others(subject):
     asked = requests(8, stop=NO_STOP)
-    first, again = run_all(engine(), asked), run_all(engine(), asked)
+    first, again = subject.run_all(asked), subject.run_all(asked)
     assert [c.token_ids for c in first] == [c.token_ids for c in again]
     assert len({c.token_ids for c in first}) == 8
 
 
-def test_generation_ends_at_a_stop_token_or_at_its_length():
-    for request, completion in zip(asked := requests(40), run_all(engine(), asked), strict=True):
+def test_generation_ends_at_a_stop_token_or_at_its_length(subject):
+    asked = requests(40)
+    completions = subject.run_all(asked)
+    assert {completion.ending for completion in completions} == {Ending.STOP, Ending.LENGTH}
+    for request, completion in zip(asked, completions, strict=True):
         stopped = completion.token_ids[-1] in request.stop_token_ids
         assert not set(completion.token_ids[:-1]) & set(request.stop_token_ids)
         assert completion.ending is (Ending.STOP if stopped else Ending.LENGTH)
         assert stopped or len(completion.token_ids) == request.max_new_tokens
 
 
-def test_a_finished_sequence_makes_room_at_once():
+def test_a_finished_sequence_makes_room_at_once(subject):
     """With two slots, one long request and many short ones: the short ones all finish while the long one still runs."""
 
     async def finish_order() -> list[str]:
-        served, order = engine(2), []
+        served, order = subject.engine(2), []
         long = GenerationRequest("long", (5, 6), 40, 1.0, NO_STOP, seed=1)
         short = [GenerationRequest(f"short {i}", (5, 6), 3, 1.0, NO_STOP, seed=i) for i in range(8)]
 
@@ -99,7 +147,7 @@ def test_a_finished_sequence_makes_room_at_once():
         await asyncio.gather(*(one(request) for request in [long, *short]))
         return order
 
-    assert asyncio.run(finish_order())[-1] == "long"
+    assert subject.run(finish_order())[-1] == "long"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -145,60 +193,193 @@ def test_sampling_follows_the_distribution():
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5  # five standard deviations
 
 
-def test_every_token_carries_the_version_that_produced_it_when_generation_continues():
+def test_every_token_carries_the_version_that_produced_it_when_generation_continues(subject):
     async def across_an_update() -> Completion:
-        served = engine()
+        served = subject.engine()
         pending = asyncio.create_task(served.generate(GenerationRequest("a", (5, 6), 12, 1.0, NO_STOP, seed=1)))
-        await settled(5)
-        await served.adopt(WeightsUpdate(4, trainer().weights()), InFlight.CONTINUE)
+        await subject.settled(5)
+        await served.adopt(WeightsUpdate(4, weights()), InFlight.CONTINUE)
         return await pending
 
-    versions = asyncio.run(across_an_update()).weights_versions
+    versions = subject.run(across_an_update()).weights_versions
     assert set(versions) == {0, 4}
     assert list(versions) == sorted(versions)
     assert len(versions) == 12
 
 
-def test_finish_lets_running_requests_end_with_the_weights_they_began_with():
+def test_finish_lets_running_requests_end_with_the_weights_they_began_with(subject):
     async def across_an_update() -> list[Completion]:
-        served = engine(2)
+        served = subject.engine(2)
         asked = [GenerationRequest(str(i), (5, 6), 6, 1.0, NO_STOP, seed=i) for i in range(4)]
         pending = [asyncio.create_task(served.generate(request)) for request in asked]
-        await settled(3)
-        await served.adopt(WeightsUpdate(4, trainer().weights()), InFlight.FINISH)
+        await subject.settled(3)
+        await served.adopt(WeightsUpdate(4, weights()), InFlight.FINISH)
         return await asyncio.gather(*pending)
 
-    completions = asyncio.run(across_an_update())
+    completions = subject.run(across_an_update())
     assert [set(c.weights_versions) for c in completions] == [{0}, {0}, {4}, {4}]
 
 
-def test_abort_on_adoption_returns_what_was_generated():
-    async def across_an_update() -> Completion:
-        served = engine()
-        pending = asyncio.create_task(served.generate(GenerationRequest("a", (5, 6), 30, 1.0, NO_STOP, seed=1)))
-        await settled(5)
-        await served.adopt(WeightsUpdate(4, trainer().weights()), InFlight.RESUME)
-        return await pending
+def test_resume_ends_running_requests_with_what_they_have_and_starts_waiting_ones_with_the_new_weights(subject):
+    async def across_an_update() -> list[Completion]:
+        served = subject.engine(2)
+        asked = [GenerationRequest(str(i), (5, 6), 30, 1.0, NO_STOP, seed=i) for i in range(4)]
+        pending = [asyncio.create_task(served.generate(request)) for request in asked]
+        await subject.settled(5)
+        await served.adopt(WeightsUpdate(4, weights()), InFlight.RESUME)
+        return await asyncio.gather(*pending)
 
-    completion = asyncio.run(across_an_update())
-    assert completion.ending is Ending.ABORTED
-    assert 0 < len(completion.token_ids) < 30
+    *interrupted, third, fourth = subject.run(across_an_update())
+    for completion in interrupted:
+        assert completion.ending is Ending.ABORTED
+        assert 0 < len(completion.token_ids) < 30
+        assert set(completion.weights_versions) == {0}
+    for completion in (third, fourth):
+        assert completion.ending is Ending.LENGTH
+        assert completion.weights_versions == (4,) * 30
 
 
-def test_an_aborted_request_ends_alone():
+def joined(parts: list[Completion]) -> Completion:
+    return Completion(
+        parts[0].request_id,
+        token_ids=sum((part.token_ids for part in parts), ()),
+        sampler_logprobs=sum((part.sampler_logprobs for part in parts), ()),
+        weights_versions=sum((part.weights_versions for part in parts), ()),
+        ending=parts[-1].ending,
+    )
+
+
+async def in_pieces(
+    subject: Subject,
+    served: InferenceEngine,
+    asked: list[GenerationRequest],
+    interrupt: Callable[[], Awaitable[None]],
+    at: int,
+) -> list[Completion]:
+    """Interrupt all that run after `at` steps and then every four, and resume them, until all have ended by themselves."""
+    parts: dict[str, list[Completion]] = {request.request_id: [] for request in asked}
+    pending = {asyncio.create_task(served.generate(request)): request for request in asked}
+    await subject.settled(at)
+    while pending:
+        await interrupt()
+        await asyncio.sleep(0)
+        for task in [task for task in pending if task.done()]:
+            request, part = pending.pop(task), task.result()
+            parts[request.request_id].append(part)
+            if part.ending is Ending.ABORTED:
+                rest = replace(request, prefix_ids=request.prefix_ids + part.token_ids)
+                pending[asyncio.create_task(served.generate(rest))] = rest
+        await subject.settled(4)
+    return [joined(parts[request.request_id]) for request in asked]
+
+
+@pytest.mark.parametrize("num_slots", [3, 64])
+@pytest.mark.parametrize("how", ["abort", "adopt"])
+def test_a_request_interrupted_anywhere_and_resumed_gives_the_tokens_of_an_uninterrupted_one(subject, how, num_slots):
+    asked = requests(12, max_new_tokens=14)
+
+    async def uninterrupted() -> list[Completion]:
+        served = subject.engine(num_slots)
+        await served.adopt(WeightsUpdate(1, weights()), InFlight.FINISH)
+        return await generate_all(served, asked)
+
+    async def interrupted(at: int) -> list[Completion]:
+        served, version = subject.engine(num_slots), 1
+        await served.adopt(WeightsUpdate(version, weights()), InFlight.FINISH)
+
+        async def interrupt() -> None:
+            nonlocal version
+            if how == "abort":
+                await served.abort(*(request.request_id for request in asked))
+            else:
+                version += 1
+                await served.adopt(WeightsUpdate(version, weights()), InFlight.RESUME)
+
+        return await in_pieces(subject, served, asked, interrupt, at)
+
+    whole = subject.run(uninterrupted())
+    for at in range(1, 14):
+        for expected, pieces in zip(whole, subject.run(interrupted(at)), strict=True):
+            assert pieces.token_ids == expected.token_ids
+            assert pieces.sampler_logprobs == pytest.approx(expected.sampler_logprobs, abs=1e-5)
+            assert pieces.ending is expected.ending
+
+
+def test_a_resumed_completion_says_which_version_produced_which_token_and_answers_only_what_is_new(subject):
+    request = GenerationRequest("a", (5, 6), 12, 1.0, NO_STOP, seed=1)
+
+    async def across_an_update() -> tuple[Completion, Completion]:
+        served = subject.engine()
+        pending = asyncio.create_task(served.generate(request))
+        await subject.settled(6)
+        await served.adopt(WeightsUpdate(4, weights()), InFlight.RESUME)
+        first = await pending
+        return first, await served.generate(replace(request, prefix_ids=first.token_ids))
+
+    first, rest = subject.run(across_an_update())
+    assert first.weights_versions == (0,) * len(first.token_ids)
+    assert rest.weights_versions == (4,) * (12 - len(first.token_ids))
+    assert len(rest.token_ids) == len(rest.sampler_logprobs) == 12 - len(first.token_ids)
+    assert rest.ending is Ending.LENGTH
+
+
+def test_a_completion_that_has_ended_cannot_be_resumed():
+    with pytest.raises(AssertionError, match="a ended already, with a stop"):
+        GenerationRequest("a", (5, 6), 12, 1.0, (1, 2), seed=1, prefix_ids=(7, 2))
+    with pytest.raises(AssertionError, match="a has all of its 3 tokens already"):
+        GenerationRequest("a", (5, 6), 3, 1.0, (1,), seed=1, prefix_ids=(7, 8, 9))
+
+
+def test_contexts_too_many_for_one_prefill_are_prefilled_in_parts(monkeypatch):
+    asked = requests(20)
+    at_once = run_all(engine(), asked)
+    monkeypatch.setattr(torch_engine, "PREFILL_TOKENS", 8)
+    assert [c.token_ids for c in run_all(engine(), asked)] == [c.token_ids for c in at_once]
+
+
+def test_an_aborted_request_ends_alone(subject):
     async def abort_one() -> list[Completion]:
-        served = engine(2)
+        served = subject.engine(2)
         asked = [GenerationRequest(str(i), (5, 6), 10, 1.0, NO_STOP, seed=i) for i in range(3)]
         pending = [asyncio.create_task(served.generate(request)) for request in asked]
-        await settled(4)
+        await subject.settled(4)
         await served.abort("0")
         await served.abort("2")
         await served.abort("never heard of")
         return await asyncio.gather(*pending)
 
-    first, second, third = asyncio.run(abort_one())
+    first, second, third = subject.run(abort_one())
     assert [first.ending, second.ending, third.ending] == [Ending.ABORTED, Ending.LENGTH, Ending.ABORTED]
-    assert second.token_ids == run_all(engine(), [GenerationRequest("1", (5, 6), 10, 1.0, NO_STOP, seed=1)])[0].token_ids
+    (alone,) = subject.run_all([GenerationRequest("1", (5, 6), 10, 1.0, NO_STOP, seed=1)])
+    assert second.token_ids == alone.token_ids
+
+
+def test_sleep_with_a_request_in_flight_is_refused(subject):
+    async def fall_asleep() -> list[Completion]:
+        served = subject.engine(1)
+        pending = [asyncio.create_task(served.generate(request)) for request in requests(3, stop=NO_STOP)]
+        await subject.settled(3)
+        with pytest.raises(AssertionError, match="must not sleep with 3 requests in flight"):
+            await served.sleep()
+        completions = await asyncio.gather(*pending)
+        await served.sleep()
+        await served.wake()
+        return completions
+
+    assert [len(completion.token_ids) for completion in subject.run(fall_asleep())] == [12, 12, 12]
+
+
+def test_whoever_asked_and_went_away_makes_room(subject):
+    async def go_away() -> Completion:
+        served = subject.engine(1)
+        gone = asyncio.create_task(served.generate(GenerationRequest("gone", (5, 6), 40, 1.0, NO_STOP, seed=1)))
+        await subject.settled(3)
+        gone.cancel()
+        completion = await served.generate(GenerationRequest("next", (5, 6), 3, 1.0, NO_STOP, seed=2))
+        await served.sleep()
+        return completion
+
+    assert len(subject.run(go_away()).token_ids) == 3
 
 
 def test_new_weights_change_what_is_generated_and_sleep_changes_nothing():

@@ -1,0 +1,177 @@
+"""The rehearsal engine takes the time it was told to, to the token; the rest of what it owes is in the engines' contract."""
+
+import asyncio
+from collections.abc import Iterator
+from itertools import pairwise
+from statistics import median
+
+import pytest
+
+from roll_core.config.inference import EnvironmentLatency, RehearsalInference
+from roll_core.config.rollout import InFlight
+from roll_core.inference.base import WeightsUpdate
+from roll_core.inference.rehearsal_engine import NUM_TOKENS, RehearsalEngine, course_of
+from roll_core.inference.requests import Completion, GenerationRequest
+from roll_core.types.trajectory import Ending
+from tests.virtual_time import run_in_virtual_time
+
+STOP = (1,)
+
+
+def latency(**changes) -> RehearsalInference:
+    settings = {"seconds_per_token": 0.1, "median_tokens": 5, "sigma": 0.0}
+    return RehearsalInference(**{**settings, **changes})
+
+
+def request(number: int = 0, max_new_tokens: int = 10, stop=STOP, prefix=()) -> GenerationRequest:
+    return GenerationRequest(f"r{number}", (5, 6), max_new_tokens, 1.0, stop, seed=number, prefix_ids=prefix)
+
+
+def finish_times(served: RehearsalEngine, asked: list[GenerationRequest]) -> list[float]:
+    async def all_of_them() -> list[float]:
+        loop = asyncio.get_running_loop()
+
+        async def one(request: GenerationRequest) -> float:
+            await served.generate(request)
+            return loop.time()
+
+        return await asyncio.gather(*(one(request) for request in asked))
+
+    return run_in_virtual_time(all_of_them())
+
+
+def test_a_completion_takes_its_prefill_and_its_tokens():
+    served = RehearsalEngine(latency(seconds_to_first_token=2.0), num_slots=1)
+    assert finish_times(served, [request()]) == pytest.approx([2.5])
+
+
+def test_time_per_token_does_not_grow_with_the_number_of_sequences_and_those_without_a_slot_wait_in_order():
+    served = RehearsalEngine(latency(), num_slots=100)
+    assert finish_times(served, [request(i) for i in range(250)]) == pytest.approx([0.5] * 100 + [1.0] * 100 + [1.5] * 50)
+
+
+def test_lengths_are_lognormal_and_end_at_the_longest_completion_allowed():
+    drawn = [course_of(latency(median_tokens=100, sigma=1.07), request(i, 100_000)) for i in range(2500)]
+    lengths = [len(course.arrivals_T) for course in drawn]
+    longest = [max(lengths[start : start + 250]) for start in range(0, 2500, 250)]
+    assert median(lengths) == pytest.approx(100, rel=0.1)
+    assert sum(longest) / 10 == pytest.approx(2000, rel=0.2)
+    clipped = [course_of(latency(median_tokens=100, sigma=1.07), request(i, 150)) for i in range(2500)]
+    for length, course in zip(lengths, clipped, strict=True):
+        assert len(course.arrivals_T) == min(length, 150)
+        assert course.ending is (Ending.STOP if length <= 150 else Ending.LENGTH)
+
+
+def test_a_greedy_request_takes_as_long_as_a_sampled_one_of_the_same_seed():
+    sampled, greedy = request(3), GenerationRequest("g", (9,), 10, 0.0, STOP, seed=3)
+    timing = latency(sigma=1.0)
+    assert course_of(timing, sampled).arrivals_T.tolist() == course_of(timing, greedy).arrivals_T.tolist()
+
+
+def test_an_agent_waits_for_its_environment_at_even_distances_and_keeps_its_slot():
+    """Six tokens, a wait of ten seconds after the second and after the fourth; the next attempt begins when all is over."""
+    environment = EnvironmentLatency(median_seconds=10.0, sigma=0.0, turns=2)
+    timing = latency(seconds_per_token=1.0, median_tokens=6, environment=environment)
+    assert course_of(timing, request()).arrivals_T.tolist() == [1, 2, 13, 14, 25, 26]
+    assert finish_times(RehearsalEngine(timing, num_slots=1), [request(0), request(1)]) == [26, 52]
+
+
+def test_a_resumed_attempt_has_the_waits_that_are_ahead_and_begins_one_again_that_was_interrupted():
+    environment = EnvironmentLatency(median_seconds=10.0, sigma=0.0, turns=2)
+    timing = latency(seconds_per_token=1.0, seconds_to_first_token=0.5, median_tokens=6, environment=environment)
+    assert course_of(timing, request(prefix=(7, 8))).arrivals_T.tolist() == [11.5, 12.5, 23.5, 24.5]
+    assert course_of(timing, request(prefix=(7, 8, 9))).arrivals_T.tolist() == [1.5, 12.5, 13.5]
+
+
+def test_waits_are_lognormal_and_differ_between_turns_and_attempts():
+    environment = EnvironmentLatency(median_seconds=10.0, sigma=1.0, turns=4)
+    timing = latency(seconds_per_token=1e-6, environment=environment)
+    waits = []
+    for number in range(500):
+        arrivals = course_of(timing, request(number)).arrivals_T.tolist()
+        waits += [later - earlier for earlier, later in pairwise(arrivals)]
+    assert median(waits) == pytest.approx(10.0, rel=0.1)
+    assert len({round(wait, 3) for wait in waits}) > 1900
+
+
+def test_versions_follow_the_times_of_adoptions():
+    """Ten tokens, one a tenth of a second; new weights after 0.25 and 0.65 seconds."""
+
+    async def adopt_twice() -> Completion:
+        served = RehearsalEngine(latency(), num_slots=1)
+        pending = asyncio.create_task(served.generate(request(stop=())))
+        for version in (1, 2):
+            await asyncio.sleep(0.25 if version == 1 else 0.4)
+            await served.adopt(WeightsUpdate(version, iter(())), InFlight.CONTINUE)
+        return await pending
+
+    assert run_in_virtual_time(adopt_twice()).weights_versions == (0,) * 2 + (1,) * 4 + (2,) * 4
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.1, 0.25, 0.3, 0.499])
+def test_an_abort_leaves_the_tokens_that_were_there(seconds):
+    async def abort() -> Completion:
+        served = RehearsalEngine(latency(), num_slots=1)
+        pending = asyncio.create_task(served.generate(request()))
+        await asyncio.sleep(0)
+        await asyncio.sleep(seconds)
+        await served.abort("r0")
+        return await pending
+
+    completion = run_in_virtual_time(abort())
+    assert completion.ending is Ending.ABORTED
+    assert len(completion.token_ids) == int(10 * seconds + 1e-6)
+
+
+def test_what_has_all_its_tokens_when_it_is_interrupted_has_ended_by_itself():
+    """Timers are late where the loop is busy. It must not be resumed after its stop token."""
+
+    async def interrupt_late() -> Completion:
+        served = RehearsalEngine(latency(), num_slots=1)
+        pending = asyncio.create_task(served.generate(request()))
+        await asyncio.sleep(0)
+        asyncio.get_running_loop()._clock.now += 1.0
+        await served.adopt(WeightsUpdate(1, iter(())), InFlight.RESUME)
+        return await pending
+
+    completion = run_in_virtual_time(interrupt_late())
+    assert completion.ending is Ending.STOP
+    assert completion.token_ids[-1] == 1
+    assert len(completion.token_ids) == 5
+
+
+def test_tokens_are_of_the_smallest_vocabulary_and_have_the_logprob_of_a_uniform_choice():
+    async def generate() -> Completion:
+        return await RehearsalEngine(latency(), num_slots=1).generate(request(4, 2000, stop=()))
+
+    completion = run_in_virtual_time(generate())
+    assert set(completion.token_ids) == set(range(NUM_TOKENS))
+    assert completion.sampler_logprobs == pytest.approx((-4.4427,) * 2000, abs=1e-4)  # -log 85
+
+
+def test_adopting_takes_every_tensor_and_keeps_none():
+    taken = []
+
+    def tensors() -> Iterator[tuple[str, object]]:
+        for name in ("embedding", "head"):
+            yield name, object()
+            taken.append(name)
+
+    run_in_virtual_time(RehearsalEngine(latency(), num_slots=1).adopt(WeightsUpdate(1, tensors()), InFlight.FINISH))
+    assert taken == ["embedding", "head"]
+
+
+def test_a_thousand_slots_cost_one_timer_each():
+    async def wake_ups() -> int:
+        served, loop = RehearsalEngine(latency(median_tokens=1000), num_slots=1000), asyncio.get_running_loop()
+        turns_of_the_loop, select = [], loop._clock.select
+
+        def counted(timeout: float | None):
+            turns_of_the_loop.append(timeout)
+            return select(timeout)
+
+        loop._clock.select = counted
+        await asyncio.gather(*(served.generate(request(i, 2000)) for i in range(1000)))
+        return len(turns_of_the_loop)
+
+    assert run_in_virtual_time(wake_ups()) < 20
