@@ -66,7 +66,8 @@ class RolloutConfig(Section):
     """Tokens that an engine's cache holds: it is given no more sequences than are expected to fit, going by how long they
     became so far. Null leaves that to the slots."""
     requests: Requests = Requests.SINGLE
-    """single asks for every attempt by itself; grouped asks one engine for all attempts of a group, and waits for the last."""
+    """single asks for every attempt by itself; grouped asks one engine for all attempts at a problem, and waits for the last
+    of them."""
     filter: GroupFilter | None = None
     """Groups to leave out and replace; null trains on all of them."""
     max_draws: float = Field(default=8.0, ge=1.0)

@@ -98,13 +98,9 @@ def _sampling(rollout: RolloutConfig) -> list[tuple[str, str]]:
         extra = f"{rollout.redundant_groups} more problems, {rollout.redundant_attempts} more trajectories each"
         rows.append(("", f"{extra} in flight: the first to finish win, the rest is aborted"))
     if rollout.async_ratio:
-        rows.append(
-            (
-                "",
-                f"up to {rollout.async_ratio:g} iterations ahead of training: tokens at most {math.ceil(rollout.async_ratio)} "
-                f"weights versions old; at an update, attempts under way {rollout.in_flight}",
-            )
-        )
+        oldest = f"tokens at most {math.ceil(rollout.async_ratio)} weights version(s) old"
+        rows.append(("", f"up to {rollout.async_ratio:g} iteration(s) ahead of training: {oldest}"))
+        rows.append(("", f"attempts that are under way when weights change {rollout.in_flight}"))
     return rows
 
 

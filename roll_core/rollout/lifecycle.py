@@ -6,8 +6,8 @@ done comes out.
       |__________|  lost with an engine, or interrupted: it goes on from the tokens it has
 
 It calls nobody, waits for nobody and reads no clock: whoever drives it (`scheduler.py`, the tests, a simulation) says what
-happened and when. Every step costs the same however many attempts are in flight. A group is judged the moment it is complete,
-and one that is left out is replaced at once by the next problem.
+happened and when. Every step costs the same however many attempts are in flight. A group is judged the moment it is
+complete, and one that is left out is replaced at once by the next problem.
 
 **Pacing.** A batch trains some weights version; the next one trains the version after that. At version v, with the batch for
 version c to be taken next, so many groups may be open or accepted as make up the batches of versions c to v, and `ahead`

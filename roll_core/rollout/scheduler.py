@@ -1,8 +1,8 @@
 """Turns requests for batches into graded trajectories: every attempt generated, graded the moment it ends, put in its group.
 
-Who does what: `lifecycle.py` decides, `router.py` talks to engines and graders, and the stream below carries messages between
-the two, also while nobody waits for a batch, as far ahead as `rollout.async_ratio` allows. Knows no files: what is finished
-is put where the caller can see it, so that a failure costs nothing generated.
+Who does what: `lifecycle.py` decides, `router.py` talks to engines and graders, and the stream below carries messages
+between the two, also while nobody waits for a batch, as far ahead as `rollout.async_ratio` allows. Knows no files: what is
+finished is put where the caller can see it, so that a failure costs nothing generated.
 """
 
 import asyncio

@@ -9,16 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from roll_core.config.rollout import GroupFilter, RolloutConfig
-from roll_core.planning.virtual_time import run_in_virtual_time
 from roll_core.rollout.filter import is_useful
-from roll_core.rollout.lifecycle import NEXT, Lifecycle, Place, State, Terms
+from roll_core.rollout.lifecycle import NEXT, GroupLife, Lifecycle, Page, Place, State, Terms
 from roll_core.rollout.metrics import describe_page
-from roll_core.rollout.router import Deaths, Router
-from roll_core.rollout.scheduler import Finished, Rollout, RolloutScheduler
-from roll_core.seeds import derive_seed
-from roll_core.types.manifest import CollectRequest, Draws
 from roll_core.types.manifest import DrawOutcome
-from roll_core.types.trajectory import GREEDY_ATTEMPT, Ending, Failure, Message, Problem, Score, Speaker, Trajectory
+from roll_core.types.trajectory import GREEDY_ATTEMPT
 
 FIRST_PROBLEM = 7
 
@@ -256,63 +251,89 @@ TERMS = st.builds(
 )
 
 
+class Chance:
+    """Drives a lifecycle, one event at a time: loss, interruption, failure, new weights, in any order."""
+
+    def __init__(self, terms: Terms, seed: int, share_failing: float):
+        self.rng = random.Random(seed)
+        self.lives = Lifecycle(terms, first=0, version=0, now=0.0)
+        self.share_failing = share_failing
+        self.version = 0
+        self.engines: list[Place] = []
+        self.graders: list[Place] = []
+        self.pages: list[Page] = []
+        self.losses = 20
+
+    @property
+    def is_over(self) -> bool:
+        return self.lives.is_settled and not self.lives.is_full and self.version == len(self.pages)
+
+    def happen(self, now: float) -> None:
+        rng, lives = self.rng, self.lives
+        lives.to_abort()
+        if self.version < len(self.pages) and rng.random() < 0.3:
+            self.version += 1
+            lives.adopted(self.version, now)
+        if len(self.pages) == self.version and lives.is_full and rng.random() < 0.3:
+            self.pages.append(lives.take(now))
+        if (place := lives.next_queued()) is not None and (not self.engines or rng.random() < 0.5):
+            lives.generating(place, "engine", now)
+            self.engines.append(place)
+        self.graders += lives.to_grade(now) if rng.random() < 0.7 or not self.engines else []
+        held = rng.choice([holder for holder in (self.engines, self.graders) if holder] or [[]])
+        if held:
+            self.end(held.pop(rng.randrange(len(held))), held is self.engines, now)
+
+    def end(self, place: Place, at_engine: bool, now: float) -> None:
+        chance = self.rng.random() if self.losses else 1.0
+        self.losses -= chance < 0.15
+        if chance < 0.1:
+            self.lives.lost(place, now)
+        elif not at_engine:
+            failed = self.rng.random() < self.share_failing
+            self.lives.graded(place, None if failed else self.rng.choice([0.0, 1.0]), now)
+        elif chance < 0.15:
+            self.lives.interrupted(place, 1, now)
+        else:
+            self.lives.generated(place, 1 + int(now) % 3, now)
+
+
 @schedules(800)
 @given(TERMS, st.integers(0, 2**32), st.sampled_from([0.0, 0.3]))
-def test_whatever_happens_next_every_life_is_a_legal_path_and_ends(terms, chance, share_failing):
-    """Loss, interruption, failure, new weights and any order of events."""
-    rng = random.Random(chance)
-    lives, version = Lifecycle(terms, first=0, version=0, now=0.0), 0
-    engines: list[Place] = []
-    graders: list[Place] = []
-    pages = []
-    losses = 20
-    for now in range(1, 100_000):
-        lives.to_abort()
-        if version < len(pages) and rng.random() < 0.3:
-            version += 1
-            lives.adopted(version, now)
-        if len(pages) == version and lives.is_full and rng.random() < 0.3:
-            pages.append(lives.take(now))
-        if lives.is_settled and not lives.is_full and version == len(pages):
-            break
-        if (place := lives.next_queued()) is not None and (not engines or rng.random() < 0.5):
-            lives.generating(place, "engine", now)
-            engines.append(place)
-        graders += lives.to_grade(now) if rng.random() < 0.7 or not engines else []
-        held = rng.choice([holder for holder in (engines, graders) if holder] or [[]])
-        if not held:
-            continue
-        place = held.pop(rng.randrange(len(held)))
-        chances = rng.random() if losses else 1.0
-        losses -= chances < 0.15
-        if chances < 0.1:
-            lives.lost(place, now)
-        elif held is graders:
-            lives.graded(place, None if rng.random() < share_failing else rng.choice([0.0, 1.0]), now)
-        elif chances < 0.15:
-            lives.interrupted(place, 1, now)
-        else:
-            lives.generated(place, 1 + now % 3, now)
-    assert lives.is_settled
-    assert not engines
-    groups = [group for page in [*pages, lives.open_page] for group in page.groups]
+def test_whatever_happens_next_every_life_is_a_legal_path_and_ends(terms, seed, share_failing):
+    chance = Chance(terms, seed, share_failing)
+    now = 0.0
+    while not chance.is_over:
+        now += 1.0
+        assert now < 100_000, "it does not come to an end"
+        chance.happen(now)
+    assert not chance.engines
+    rest = chance.lives.open_page
+    check_lives([group for page in [*chance.pages, rest] for group in page.groups])
+    if len(chance.pages) < terms.num_batches:
+        assert terms.is_useful is not None
+        assert len(rest.groups) == 20 + math.floor(terms.ahead * terms.num_groups)
+    for trained, page in enumerate(chance.pages):
+        check_page(terms, trained, page)
+
+
+def check_lives(groups: list[GroupLife]) -> None:
     assert [group.number for group in groups] == list(range(len(groups)))
     for life in (life for group in groups for life in group.attempts):
         assert life.state in (State.GRADED, State.FAILED, State.ABORTED)
         assert all(after in NEXT[before] for (before, _), (after, _) in pairwise(life.history))
         assert [now for _, now in life.history] == sorted(now for _, now in life.history)
         assert sum(span.num_tokens for span in life.spans) == life.num_tokens
-    if len(pages) < terms.num_batches:
-        assert terms.is_useful is not None
-        assert len(lives.open_page.groups) == 20 + math.floor(terms.ahead * terms.num_groups)
-    for trained, page in enumerate(pages):
-        accepted = [group for group in page.groups if group.outcome is DrawOutcome.TRAINED]
-        assert len(accepted) == terms.num_groups
-        assert len(page.outcomes) == len(page.groups)
-        assert all(trained - math.ceil(terms.ahead) <= group.version <= trained for group in accepted)
-        if not terms.redundant_groups:
-            assert "a" not in page.outcomes
-        consumed = set(page.consumed)
-        every = [life for group in page.groups for life in group.attempts]
-        wasted = sum(life.num_tokens for life in every if life.place not in consumed)
-        assert describe_page(page)["rollout/wasted_tokens"] == wasted
+
+
+def check_page(terms: Terms, trained: int, page: Page) -> None:
+    accepted = [group for group in page.groups if group.outcome is DrawOutcome.TRAINED]
+    assert len(accepted) == terms.num_groups
+    assert len(page.outcomes) == len(page.groups)
+    assert all(trained - math.ceil(terms.ahead) <= group.version <= trained for group in accepted)
+    if not terms.redundant_groups:
+        assert "a" not in page.outcomes
+    consumed = set(page.consumed)
+    every = [life for group in page.groups for life in group.attempts]
+    wasted = sum(life.num_tokens for life in every if life.place not in consumed)
+    assert describe_page(page)["rollout/wasted_tokens"] == wasted
