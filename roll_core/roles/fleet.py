@@ -7,8 +7,9 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,12 @@ from ray.actor import ActorHandle
 
 from roll_core.config.placement import DeviceKind
 from roll_core.config.run import RunConfig
-from roll_core.errors import RollError
-from roll_core.roles.engine_role import EngineRole
+from roll_core.errors import RoleDied, RollError
 from roll_core.roles.placement import reserve_devices
-from roll_core.roles.reward_role import RewardRole
-from roll_core.roles.scheduler_role import RemoteEngine, RemoteGrader, SchedulerRole
+from roll_core.roles.scheduler_role import SchedulerRole
 from roll_core.roles.trainer_rank import BESIDE, TrainerRank
 from roll_core.roles.waiting import wait_for
+from roll_core.roles.workforce import OFF_DEVICE, Workforce
 from roll_core.store.checkpoints import record_checkpoint, upload_files
 from roll_core.store.exports import record_export
 from roll_core.store.object_store import ObjectStore
@@ -34,8 +34,8 @@ from roll_core.types.refs import ArtifactKind, ArtifactRef, CheckpointRef, Expor
 _SHARING_CORES = {"GOMP_SPINCOUNT": "300"}
 """OpenMP threads of several roles share cores: those that wait must not spin for milliseconds, as libgomp's do."""
 SCHEDULER = "rollout scheduler"
-ASYNC_CALLS = 1000
-"""Calls an asynchronous role may have under way; far above what a stage issues."""
+MAX_SUCCESSIONS = 3
+"""How often in one stage engines and reward workers are replaced after the last of them died; then the leg ends."""
 
 log = logging.getLogger(__name__)
 
@@ -59,17 +59,7 @@ class Fleet:
         self._start_ray()
         devices = reserve_devices(self._config.cluster, self._config.placement, deadline_s)
         config, store_uri, placement = self._config, self._run.store_uri, self._config.placement
-        off_device = {"num_cpus": 0, "max_concurrency": ASYNC_CALLS}
-        self._engines = {
-            f"engine {number}": ray.remote(EngineRole)
-            .options(**devices.options(device), max_concurrency=ASYNC_CALLS)
-            .remote(config)
-            for number, device in enumerate(placement.engines)
-        }
-        self._rewards = {
-            f"reward worker {number}": ray.remote(RewardRole).options(**off_device).remote(config)
-            for number in range(placement.reward_workers)
-        }
+        self._workforce = Workforce(config, devices)
         self._ranks = {
             f"trainer rank {rank}": ray.remote(concurrency_groups={BESIDE: 1})(TrainerRank)
             .options(**devices.options(device))
@@ -78,14 +68,8 @@ class Fleet:
         }
         self._scheduler = (
             ray.remote(SchedulerRole)
-            .options(**off_device)
-            .remote(
-                config,
-                self._run,
-                self._leg_dir.parent,
-                [RemoteEngine(name, actor) for name, actor in self._engines.items()],
-                [RemoteGrader(name, actor) for name, actor in self._rewards.items()],
-            )
+            .options(**OFF_DEVICE)
+            .remote(config, self._run, self._leg_dir.parent, self._workforce.engines(), self._workforce.graders())
         )
         self._start_roles(deadline_s)
         return self
@@ -115,10 +99,8 @@ class Fleet:
 
     def collect(self, request: CollectRequest) -> Collected:
         self._lend_devices_to_engines()
-        # The scheduler keeps the deadline itself, since it knows which engine is late; this wait only covers its death.
-        answer = self._from_scheduler(
-            self._scheduler.collect.remote(request), "collect", 1.1 * self._config.deadlines.collect
-        )
+        version, deadline_s = request.weights_version, self._config.deadlines.collect
+        answer = self._with_successors(lambda: self._scheduler.collect.remote(request), version, "collect", deadline_s)
         collected, self._trajectories[request.request_id] = answer
         return collected
 
@@ -142,8 +124,9 @@ class Fleet:
     def publish(self, version: int) -> Published:
         buckets, digest = self._bucket_weights()
         self._wake_engines()
-        adoptions = {name: engine.adopt.remote(version, buckets) for name, engine in self._engines.items()}
-        num_bytes = wait_for(adoptions, "publish", self._config.deadlines.publish)
+        num_bytes = self._workforce.adopt(version, buckets)
+        dead = [engine.name for engine in self._workforce.engines() if engine.name not in num_bytes]
+        num_bytes |= self._replace(dead, version, buckets)
         self._from_scheduler(self._scheduler.adopted.remote(version), "publish", self._config.deadlines.publish)
         self._resume_engines()
         return Published(weights_version=version, weights_digest=digest, num_bytes=sum(num_bytes.values()))
@@ -154,8 +137,8 @@ class Fleet:
 
     def evaluate(self, weights_version: int) -> Evaluated:
         self._lend_devices_to_engines()
-        answer = self._scheduler.evaluate.remote(weights_version)
-        return self._from_scheduler(answer, "evaluate", 1.1 * self._config.deadlines.evaluate)
+        ask, deadline_s = partial(self._scheduler.evaluate.remote, weights_version), self._config.deadlines.evaluate
+        return self._with_successors(ask, weights_version, "evaluate", deadline_s)
 
     def checkpoint(self, iteration: int, published: Published) -> None:
         """Copy what learning goes on from, and begin to store the copy. One at a time: a store that is slower than the
@@ -248,7 +231,7 @@ class Fleet:
         )
 
     def _start_roles(self, deadline_s: float) -> None:
-        calls = {name: actor.start.remote() for name, actor in (self._engines | self._rewards).items()}
+        calls = self._workforce.start()
         calls[SCHEDULER] = self._scheduler.start.remote()
         first_rank = next(iter(self._ranks.values()))
         meeting_point = wait_for({"trainer rank 0": first_rank.meeting_point.remote()}, "start", deadline_s)[
@@ -260,7 +243,7 @@ class Fleet:
 
     def _write_process_list(self) -> None:
         """Who is who among the processes of this leg: for a person with a debugger, and for tests that kill."""
-        actors: dict[str, ActorHandle] = self._engines | self._rewards | self._ranks | {SCHEDULER: self._scheduler}
+        actors: dict[str, ActorHandle] = self._workforce.actors | self._ranks | {SCHEDULER: self._scheduler}
         pids = {name: actor.__ray_call__.remote(lambda _: os.getpid()) for name, actor in actors.items()}
         processes = wait_for(pids, "start", self._config.deadlines.start) | {"leg": os.getpid(), "ray node": _raylet_pid()}
         (self._leg_dir / "processes.json").write_text(json.dumps(processes, indent=1))
@@ -278,12 +261,11 @@ class Fleet:
 
     def _lend_devices_to_trainer(self) -> None:
         """Engines on the trainer's devices give up what they are at, and sleep; the others go on."""
-        if self._lent or not self._on_trainer_devices:
+        if self._lent or not self._workforce.on_trainer_devices:
             return
-        deadline_s = self._config.deadlines.publish
-        self._from_scheduler(self._scheduler.pause.remote(list(self._on_trainer_devices)), "publish", deadline_s)
-        sleeping = {name: engine.sleep.remote() for name, engine in self._on_trainer_devices.items()}
-        wait_for(sleeping, "publish", deadline_s)
+        pausing = self._scheduler.pause.remote(self._workforce.on_trainer_devices)
+        self._from_scheduler(pausing, "publish", self._config.deadlines.publish)
+        self._workforce.sleep()
         self._lent = True
 
     def _lend_devices_to_engines(self) -> None:
@@ -292,20 +274,37 @@ class Fleet:
 
     def _wake_engines(self) -> None:
         if self._lent:
-            waking = {name: engine.wake.remote() for name, engine in self._on_trainer_devices.items()}
-            wait_for(waking, "publish", self._config.deadlines.publish)
+            self._workforce.wake()
 
     def _resume_engines(self) -> None:
         if self._lent:
-            answer = self._scheduler.resume.remote(list(self._on_trainer_devices))
-            self._from_scheduler(answer, "publish", self._config.deadlines.publish)
+            resuming = self._scheduler.resume.remote(self._workforce.on_trainer_devices)
+            self._from_scheduler(resuming, "publish", self._config.deadlines.publish)
             self._lent = False
 
-    @property
-    def _on_trainer_devices(self) -> dict[str, ActorHandle]:
-        placement = self._config.placement
-        names = zip(self._engines.items(), placement.engines, strict=True)
-        return {name: engine for (name, engine), device in names if device in placement.shared}
+    def _with_successors(self, ask: Callable[[], ray.ObjectRef], version: int, stage: str, deadline_s: float) -> Any:
+        """An answer of the scheduler, which does not fail because all who could work for it have died.
+
+        It keeps the deadline itself, since it knows who is late; the wait here only covers its own death.
+        """
+        for _ in range(MAX_SUCCESSIONS):
+            try:
+                return self._from_scheduler(ask(), stage, 1.1 * deadline_s)
+            except RoleDied:
+                dead = self._workforce.dead()
+                if not dead:
+                    raise
+                self._replace(dead, version, self._bucket_weights()[0])
+        return self._from_scheduler(ask(), stage, 1.1 * deadline_s)
+
+    def _replace(self, dead: list[str], version: int, buckets: list[ray.ObjectRef]) -> dict[str, int]:
+        if not dead:
+            return {}
+        num_bytes = self._workforce.replace(dead, version, buckets)
+        welcome = self._scheduler.welcome.remote(self._workforce.engines(dead), self._workforce.graders(dead))
+        self._from_scheduler(welcome, "start", self._config.deadlines.start)
+        self._write_process_list()
+        return num_bytes
 
     def _from_scheduler(self, answer: ray.ObjectRef, stage: str, deadline_s: float) -> Any:
         return wait_for({SCHEDULER: answer}, stage, deadline_s)[SCHEDULER]

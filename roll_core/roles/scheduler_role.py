@@ -132,6 +132,10 @@ class SchedulerRole:
     async def resume(self, engines: list[str]) -> None:
         self._scheduler.resume(engines)
 
+    async def welcome(self, engines: list[RemoteEngine], graders: list[RemoteGrader]) -> None:
+        """Successors of some that died."""
+        self._scheduler.welcome(engines, graders)
+
     async def committed(self, next_problem: int) -> None:
         """Nothing before this problem is going to be asked for again."""
         await asyncio.to_thread(self._journal.forget_before, next_problem)

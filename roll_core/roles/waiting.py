@@ -1,5 +1,6 @@
 """Every wait on a role has a deadline, and its error names who was late or who died."""
 
+import contextlib
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,21 @@ GONE = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError)
 
 def wait_for(pending: Mapping[str, ray.ObjectRef], stage: str, deadline_s: float) -> dict[str, Any]:
     """Answers by name. The first failure ends the wait: the others may be stuck in a collective with the dead one."""
+    answers = _wait_for(pending, stage, deadline_s)
+    return {name: answers[name] for name in pending}
+
+
+def wait_for_survivors(pending: Mapping[str, ray.ObjectRef], stage: str, deadline_s: float) -> dict[str, Any]:
+    """Answers by name, of those that live: for roles that have nothing to do with each other."""
+    return _wait_for(pending, stage, deadline_s, RoleDied)
+
+
+def _wait_for(
+    pending: Mapping[str, ray.ObjectRef],
+    stage: str,
+    deadline_s: float,
+    *leave_out: type[RollError],
+) -> dict[str, Any]:
     name_of = {ref: name for name, ref in pending.items()}
     answers: dict[str, Any] = {}
     ends_at = time.monotonic() + deadline_s
@@ -24,8 +40,9 @@ def wait_for(pending: Mapping[str, ray.ObjectRef], stage: str, deadline_s: float
             late = ", ".join(sorted(name_of[ref] for ref in waiting))
             raise DeadlineExceeded(f"deadlines.{stage}: no answer after {deadline_s:.0f} s from {late}")
         for ref in ready:
-            answers[name_of[ref]] = _answer(ref, name_of[ref], stage)
-    return {name: answers[name] for name in pending}
+            with contextlib.suppress(*leave_out):
+                answers[name_of[ref]] = _answer(ref, name_of[ref], stage)
+    return answers
 
 
 def _answer(ref: ray.ObjectRef, name: str, stage: str) -> Any:

@@ -186,12 +186,12 @@ class Router:
         """All that was assigned since the last time, in one call per engine."""
         outgoing, self._outgoing = self._outgoing, {}
         for name, requests in outgoing.items():
-            left = {request.request_id: None for request in requests}
+            left, engine = {request.request_id: None for request in requests}, self._alive[name]
 
-            def failed(error: BaseException, name: str = name, left: dict[str, None] = left) -> None:
-                self._failed(name, list(left), error)
+            def failed(error: BaseException, engine: EngineClient = engine, left: dict[str, None] = left) -> None:
+                self._failed(engine, list(left), error)
 
-            self._calls.start(self._generate(self._alive[name], requests, left), failed)
+            self._calls.start(self._generate(engine, requests, left), failed)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Engines need not go on with these. One that dies over it is known by its completions, which do not come."""
@@ -218,9 +218,10 @@ class Router:
         return not any(self.load.get(name) for name in names)
 
     def welcome(self, engine: EngineClient) -> None:
-        """One that takes the place of a dead one of the same name."""
+        """One that takes the place of a dead one of the same name, whose calls may still be about to fail."""
         self._engines[engine.name] = self._alive[engine.name] = engine
-        self.load[engine.name] = self._reserved[engine.name] = 0
+        self.load.setdefault(engine.name, 0)
+        self._reserved.setdefault(engine.name, 0)
         self._freed(engine.name)
 
     def forget(self, group: int) -> None:
@@ -289,11 +290,11 @@ class Router:
         if not isinstance(error, RoleDied):
             self._tell(NotGenerated([], error))
 
-    def _failed(self, name: str, request_ids: list[str], error: BaseException) -> None:
-        if isinstance(error, RoleDied):
-            self._deaths.note(name, error)
-            self._alive.pop(name, None)
-            self._has_room.discard(name)
+    def _failed(self, engine: EngineClient, request_ids: list[str], error: BaseException) -> None:
+        if isinstance(error, RoleDied) and self._engines[engine.name] is engine:
+            self._deaths.note(engine.name, error)
+            self._alive.pop(engine.name, None)
+            self._has_room.discard(engine.name)
         for group in {self._at[request_id].group for request_id in request_ids}:
             self._num_asked.pop(group, None)
             if held := self._held.pop(group, None):
@@ -304,7 +305,7 @@ class Router:
 
 class GraderPool:
     def __init__(self, graders: Sequence[GraderClient], deaths: Deaths, tell: Tell):
-        self._graders = graders
+        self._graders = {grader.name: grader for grader in graders}
         self._deaths = deaths
         self._tell = tell
         self._alive = {grader.name: grader for grader in graders if grader.name not in deaths.sentences}
@@ -313,7 +314,11 @@ class GraderPool:
 
     @property
     def nobody_left(self) -> RoleDied | None:
-        return None if self._alive else self._deaths.of(self._graders)
+        return None if self._alive else self._deaths.of(list(self._graders.values()))
+
+    def welcome(self, grader: GraderClient) -> None:
+        """One that takes the place of a dead one of the same name."""
+        self._graders[grader.name] = self._alive[grader.name] = grader
 
     def send(self, items: list[Item]) -> None:
         """Shared out over the graders, each in its turn."""
@@ -324,8 +329,8 @@ class GraderPool:
             self._next += 1
             part = items[start : start + size]
 
-            def failed(error: BaseException, name: str = grader.name, part: list[Item] = part) -> None:
-                self._failed(name, part, error)
+            def failed(error: BaseException, grader: GraderClient = grader, part: list[Item] = part) -> None:
+                self._failed(grader, part, error)
 
             self._calls.start(self._grade(grader, part), failed)
 
@@ -336,8 +341,8 @@ class GraderPool:
         answers = await grader.grade(items)
         self._tell(Answered(list(zip(items, answers, strict=True))))
 
-    def _failed(self, name: str, items: list[Item], error: BaseException) -> None:
-        if isinstance(error, RoleDied):
-            self._deaths.note(name, error)
-            self._alive.pop(name, None)
+    def _failed(self, grader: GraderClient, items: list[Item], error: BaseException) -> None:
+        if isinstance(error, RoleDied) and self._graders[grader.name] is grader:
+            self._deaths.note(grader.name, error)
+            self._alive.pop(grader.name, None)
         self._tell(NotGraded(items, error))

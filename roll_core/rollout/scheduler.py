@@ -167,6 +167,15 @@ class RolloutScheduler:
         if self._stream is not None:
             self._stream.give_back(engines)
 
+    def welcome(self, engines: Sequence[EngineClient], graders: Sequence[GraderClient]) -> None:
+        """Successors, each of one of the same name that died."""
+        self._engines = list(({e.name: e for e in self._engines} | {e.name: e for e in engines}).values())
+        self._graders = list(({g.name: g for g in self._graders} | {g.name: g for g in graders}).values())
+        for name in [*(engine.name for engine in engines), *(grader.name for grader in graders)]:
+            self._deaths.sentences.pop(name, None)
+        if self._stream is not None:
+            self._stream.welcome(engines, graders)
+
     async def close(self) -> None:
         """Stop what is under way. What is finished stays."""
         if self._stream is not None:
@@ -342,6 +351,13 @@ class _Stream:
 
     def give_back(self, engines: Sequence[str]) -> None:
         self.router.give_back(engines)
+        self._act()
+
+    def welcome(self, engines: Sequence[EngineClient], graders: Sequence[GraderClient]) -> None:
+        for engine in engines:
+            self.router.welcome(engine)
+        for grader in graders:
+            self._pool.welcome(grader)
         self._act()
 
     async def close(self) -> None:

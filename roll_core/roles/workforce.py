@@ -1,0 +1,90 @@
+"""Engines and reward workers of a leg. They keep nothing that cannot be given to another, so whoever dies gets a successor.
+
+The fleet holds one of these; the scheduler gets clients for what is in it.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from roll_core.config.run import RunConfig
+from roll_core.roles.engine_role import EngineRole
+from roll_core.roles.placement import Devices
+from roll_core.roles.reward_role import RewardRole
+from roll_core.roles.scheduler_role import RemoteEngine, RemoteGrader
+from roll_core.roles.waiting import wait_for, wait_for_survivors
+
+ASYNC_CALLS = 1000
+"""Calls an asynchronous role may have under way; far above what a stage issues."""
+OFF_DEVICE: dict[str, Any] = {"num_cpus": 0, "max_concurrency": ASYNC_CALLS}
+
+log = logging.getLogger(__name__)
+
+
+class Workforce:
+    def __init__(self, config: RunConfig, devices: Devices):
+        self._deadlines = config.deadlines
+        self._makes: dict[str, Callable[[], ActorHandle]] = {}
+        self._on_trainer_devices: list[str] = []
+        for number, device in enumerate(config.placement.engines):
+            options = devices.options(device) | {"max_concurrency": ASYNC_CALLS}
+            self._makes[f"engine {number}"] = partial(ray.remote(EngineRole).options(**options).remote, config)
+            if device in config.placement.shared:
+                self._on_trainer_devices.append(f"engine {number}")
+        self._engine_names = list(self._makes)
+        for number in range(config.placement.reward_workers):
+            make = partial(ray.remote(RewardRole).options(**OFF_DEVICE).remote, config)
+            self._makes[f"reward worker {number}"] = make
+        self.actors = {name: make() for name, make in self._makes.items()}
+
+    def engines(self, names: Sequence[str] | None = None) -> list[RemoteEngine]:
+        """Clients for some of them, or for all."""
+        names = list(self.actors) if names is None else names
+        return [RemoteEngine(name, self.actors[name]) for name in names if name in self._engine_names]
+
+    def graders(self, names: Sequence[str] | None = None) -> list[RemoteGrader]:
+        names = list(self.actors) if names is None else names
+        return [RemoteGrader(name, self.actors[name]) for name in names if name not in self._engine_names]
+
+    @property
+    def on_trainer_devices(self) -> list[str]:
+        """Engines that must make room while the trainer works."""
+        return self._on_trainer_devices
+
+    def start(self) -> dict[str, ray.ObjectRef]:
+        return {name: actor.start.remote() for name, actor in self.actors.items()}
+
+    def sleep(self) -> None:
+        self._of_engines_that_share(lambda engine: engine.sleep.remote())
+
+    def wake(self) -> None:
+        self._of_engines_that_share(lambda engine: engine.wake.remote())
+
+    def adopt(self, version: int, buckets: list[ray.ObjectRef]) -> dict[str, int]:
+        """Engines take over weights; bytes that each took. The dead are not among them."""
+        adopting = {name: self.actors[name].adopt.remote(version, buckets) for name in self._engine_names}
+        return wait_for_survivors(adopting, "publish", self._deadlines.publish)
+
+    def dead(self) -> list[str]:
+        asked = {name: actor.__ray_call__.remote(lambda _: True) for name, actor in self.actors.items()}
+        alive = wait_for_survivors(asked, "start", self._deadlines.start)
+        return [name for name in self.actors if name not in alive]
+
+    def replace(self, dead: Sequence[str], version: int, buckets: list[ray.ObjectRef]) -> dict[str, int]:
+        """Successors of these, engines with the policy's weights; bytes that each took over."""
+        successors = {name: self._makes[name]() for name in dead}
+        wait_for({name: actor.start.remote() for name, actor in successors.items()}, "start", self._deadlines.start)
+        adopting = {n: actor.adopt.remote(version, buckets) for n, actor in successors.items() if n in self._engine_names}
+        num_bytes = wait_for(adopting, "publish", self._deadlines.publish)
+        self.actors |= successors
+        log.warning("%s: replaced", ", ".join(dead))
+        return num_bytes
+
+    def _of_engines_that_share(self, ask: Callable[[ActorHandle], ray.ObjectRef]) -> None:
+        """Who died is noticed, and replaced, when weights are published."""
+        asked = {name: ask(self.actors[name]) for name in self._on_trainer_devices}
+        wait_for_survivors(asked, "publish", self._deadlines.publish)
