@@ -12,7 +12,9 @@ from roll_core.config.rollout import InFlight
 from roll_core.inference.base import WeightsUpdate
 from roll_core.inference.rehearsal_engine import NUM_TOKENS, RehearsalEngine, course_of
 from roll_core.inference.requests import Completion, GenerationRequest
+from roll_core.roles.engine_role import EngineRole
 from roll_core.types.trajectory import Ending
+from tests.support import tiny_config
 from tests.virtual_time import run_in_virtual_time
 
 STOP = (1,)
@@ -175,3 +177,12 @@ def test_a_thousand_slots_cost_one_timer_each():
         return len(turns_of_the_loop)
 
     assert run_in_virtual_time(wake_ups()) < 20
+
+
+def test_the_engine_role_rehearses_where_the_config_says_so(tmp_path):
+    async def generate() -> list[float]:
+        role = EngineRole(tiny_config(tmp_path, inference=latency().model_dump()))
+        await role.start()
+        return [asyncio.get_running_loop().time() async for _ in role.generate([request(0), request(1)])]
+
+    assert run_in_virtual_time(generate()) == pytest.approx([0.5])
