@@ -151,15 +151,6 @@ class RunConfig(Section):
                 )
 
     @model_validator(mode="after")
-    def _engines_can_run_ahead(self):
-        if self.rollout.async_ratio and self.placement.colocated:
-            raise ValueError(
-                f"rollout.async_ratio ({self.rollout.async_ratio}) needs engines that generate while the trainer works: "
-                "give placement.trainer and placement.engines devices of their own, or set rollout.async_ratio to 0"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _placement_fits_cluster(self):
         for key in ("trainer", "engines"):
             devices = getattr(self.placement, key)

@@ -86,8 +86,6 @@ def _stages(config: RunConfig) -> PlanSection:
 def _sampling(rollout: RolloutConfig) -> list[tuple[str, str]]:
     """What is drawn beyond the batch, or ahead of it, where anything is."""
     rows = []
-    if rollout.async_ratio:
-        rows.append(("", f"up to {rollout.async_ratio:g} iterations ahead of training; at new weights: {rollout.in_flight}"))
     if rollout.filter is not None:
         conditions = ", ".join(
             f"{key} {value}" for key, value in rollout.filter.model_dump(mode="json", exclude_defaults=True).items()
@@ -100,7 +98,7 @@ def _sampling(rollout: RolloutConfig) -> list[tuple[str, str]]:
     if rollout.async_ratio:
         oldest = f"tokens at most {math.ceil(rollout.async_ratio)} weights version(s) old"
         rows.append(("", f"up to {rollout.async_ratio:g} iteration(s) ahead of training: {oldest}"))
-        rows.append(("", f"attempts that are under way when weights change {rollout.in_flight}"))
+        rows.append(("", f"attempts that are under way when weights change: {rollout.in_flight}"))
     return rows
 
 
