@@ -88,4 +88,6 @@ def _metrics(iteration: Iteration, timings: dict[str, float]) -> Metrics:
         num_tokens = iteration.prepared.collected.num_tokens
         metrics["throughput/tokens_per_second"] = num_tokens / timings["wall"]
         metrics["throughput/rollout_tokens_per_second"] = num_tokens / timings["collect"]
+        trained = sum(timings.get(stage, 0.0) for stage in ("prepare", "update_critic", "update"))
+        metrics["throughput/trainer_idle"] = 1.0 - trained / timings["wall"]
     return metrics

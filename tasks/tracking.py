@@ -8,6 +8,7 @@ from roll_core.errors import ArtifactDamaged
 from roll_core.store.rollouts import decode_trajectories
 from roll_core.types.manifest import Evaluated, Manifest
 from tasks.services import Services
+from tasks.timeline import draw_timeline
 
 
 def catch_up(chain: list[Manifest], services: Services) -> None:
@@ -29,6 +30,8 @@ def track(manifest: Manifest, services: Services) -> None:
         with contextlib.suppress(OSError, ArtifactDamaged):
             sample = _readable_sample(manifest.evaluated, services)
             tracker.log_artifact(f"trajectories/{manifest.iteration:08d}.jsonl", sample)
+            if manifest.collected:
+                tracker.log_artifact(f"timeline/{manifest.iteration:08d}.html", draw_timeline(manifest, services))
 
 
 def _readable_sample(evaluated: Evaluated, services: Services) -> bytes:

@@ -179,7 +179,7 @@ class Lifecycle:
         self._num_accepted_in_order = 0
         """Accepted groups before that one."""
         self._num_under_way = 0
-        self._num_aborting = 0
+        self._counts = dict.fromkeys(State, 0)
         self._stopped = False
         self._new_draws: list[int] = []
         self._queue: deque[AttemptLife] = deque()
@@ -226,7 +226,7 @@ class Lifecycle:
     @property
     def is_aborting(self) -> bool:
         """Engines still have something they were told to end."""
-        return self._num_aborting > 0
+        return self._counts[State.ABORTING] > 0
 
     # ---------------------------------------------------------------------------------------------- what happened
     def adopted(self, version: int, now: float) -> None:
@@ -332,14 +332,6 @@ class Lifecycle:
         life = self._attempts.get(place)
         return life is not None and life.state is State.GRADING
 
-    def gauges(self) -> dict[str, float]:
-        """What lies ahead of the batch that was taken last."""
-        return {
-            "rollout/buffered_groups": float(self._num_accepted),
-            "rollout/open_groups": float(self._num_live - self._num_accepted),
-            "rollout/queued_attempts": float(sum(life.state is State.QUEUED for life in self._queue)),
-        }
-
     @property
     def num_attempts(self) -> int:
         """Of groups that no batch has used up."""
@@ -347,7 +339,16 @@ class Lifecycle:
 
     @property
     def num_accepted(self) -> int:
+        """Groups that wait to be trained on."""
         return self._num_accepted
+
+    @property
+    def num_queued(self) -> int:
+        return self._counts[State.QUEUED]
+
+    @property
+    def num_grading(self) -> int:
+        return self._counts[State.GRADING]
 
     @property
     def open_page(self) -> Page:
@@ -386,6 +387,7 @@ class Lifecycle:
                 self._attempts[life.place] = life
                 self._queue.append(life)
             self._num_under_way += len(group.attempts)
+            self._counts[State.QUEUED] += len(group.attempts)
             self._num_live += 1
             self._groups[group.number] = group
             self._new_draws.append(group.number)
@@ -394,7 +396,8 @@ class Lifecycle:
     def _move(self, life: AttemptLife, state: State, now: float) -> None:
         assert state in NEXT[life.state], f"attempt {life.place} is {life.state} and cannot become {state}"
         self._num_under_way -= state in ENDED
-        self._num_aborting += (state is State.ABORTING) - (life.state is State.ABORTING)
+        self._counts[life.state] -= 1
+        self._counts[state] += 1
         life.state = state
         life.history.append((state, now))
         if state is State.ABORTED and life.place[0] < self._cursor:

@@ -1,5 +1,7 @@
 """What a batch of trajectories says about the policy, in numbers."""
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
@@ -29,30 +31,38 @@ def describe(trajectories: Sequence[Trajectory], weights_version: int) -> Metric
         "response/mean_tokens": _mean(lengths),
         "response/max_tokens": float(max(lengths)),
         "response/truncated": _mean([t.ending is Ending.LENGTH for t, _ in graded]),
+        **_tail("response/{}_tokens", lengths),
         "rollout/staleness_max": float(max(staleness, default=0)),
+        "rollout/staleness_mean": _mean(staleness) if staleness else 0.0,
+        **{f"rollout/tokens_{age}_stale": count / len(staleness) for age, count in sorted(Counter(staleness).items())},
     }
 
 
 def describe_page(page: Page) -> Metrics:
     """What a batch took: draws by outcome, attempts and tokens that nobody trains on, seconds an attempt waited and worked.
 
-    Redundancy prefers what is quick. By how much shows in the two means over sampled attempts: those consumed, and all that
-    were generated, an aborted one with the tokens it had.
+    Redundancy prefers what is quick. By how much shows in the lengths of sampled attempts, those consumed and all that were
+    drawn, an aborted one with the tokens it had: two means, and how far apart the two distributions are (0 to 1, the largest
+    difference of the shares that are no longer than something, as Kolmogorov and Smirnov have it).
     """
     groups = page.groups
     outcomes = [group.outcome for group in groups]
     batch = [life for group in groups if group.outcome is DrawOutcome.TRAINED for life in group.consumed]
     every = [life for group in groups for life in group.attempts]
     seconds = _seconds_by_state(batch)
+    lengths = _lengths(batch)
     return {
         "rollout/drawn_groups": float(len(groups)),
         "rollout/filtered_groups": float(outcomes.count(DrawOutcome.FILTERED)),
         "rollout/failed_groups": float(outcomes.count(DrawOutcome.FAILED)),
         "rollout/aborted_groups": float(outcomes.count(DrawOutcome.ABORTED)),
         "rollout/aborted_attempts": float(sum(life.state is State.ABORTED for life in every)),
-        "rollout/wasted_tokens": float(sum(life.num_tokens for life in every) - sum(life.num_tokens for life in batch)),
-        "rollout/mean_tokens_consumed": _mean_tokens(batch),
-        "rollout/mean_tokens_generated": _mean_tokens(every),
+        "rollout/interruptions": float(sum(max(0, len(life.spans) - 1) for life in every)),
+        **_wasted_tokens(page),
+        "rollout/mean_tokens_consumed": _mean(lengths) if lengths else 0.0,
+        "rollout/mean_tokens_generated": _mean(_lengths(every)) if _lengths(every) else 0.0,
+        "rollout/length_distance": _distance(lengths, _lengths(every)),
+        **_tail("rollout/{}_seconds", [life.history[-1][1] - life.history[0][1] for life in batch]),
         "rollout/mean_seconds_queued": seconds[State.QUEUED] / max(1, len(batch)),
         "rollout/mean_seconds_generating": seconds[State.GENERATING] / max(1, len(batch)),
         "rollout/mean_seconds_grading": seconds[State.GRADING] / max(1, len(batch)),
@@ -73,9 +83,41 @@ def _informative_share(trajectories: Sequence[Trajectory]) -> float:
     return _mean([len(rewards) > 1 for rewards in rewards_of.values()])
 
 
-def _mean_tokens(lives: Iterable[AttemptLife]) -> float:
-    tokens = [life.num_tokens for life in lives if life.num_tokens and life.place[1] != GREEDY_ATTEMPT]
-    return _mean(tokens) if tokens else 0.0
+def _lengths(lives: Iterable[AttemptLife]) -> list[int]:
+    return [life.num_tokens for life in lives if life.num_tokens and life.place[1] != GREEDY_ATTEMPT]
+
+
+def _distance(some: Sequence[int], others: Sequence[int]) -> float:
+    if not some or not others:
+        return 0.0
+    some, others = sorted(some), sorted(others)
+    places = {*some, *others}
+    return max(abs(bisect_right(some, at) / len(some) - bisect_right(others, at) / len(others)) for at in places)
+
+
+def _wasted_tokens(page: Page) -> Metrics:
+    """Tokens that nobody trains on, by why: their group was left out or failed, they were redundant, or failed alone."""
+    wasted = dict.fromkeys(("filtered", "failed", "aborted"), 0)
+    for group in page.groups:
+        for life in group.attempts:
+            if life.state is State.ABORTED or group.outcome is DrawOutcome.ABORTED:
+                wasted["aborted"] += life.num_tokens
+            elif group.outcome is DrawOutcome.FILTERED:
+                wasted["filtered"] += life.num_tokens
+            elif group.outcome is DrawOutcome.FAILED or life.state is State.ABANDONED:
+                wasted["failed"] += life.num_tokens
+    return {f"rollout/wasted_tokens_{why}": float(count) for why, count in wasted.items()} | {
+        "rollout/wasted_tokens": float(sum(wasted.values()))
+    }
+
+
+def _tail(name: str, values: Sequence[float]) -> Metrics:
+    """Percentiles, under a name with a gap for p50, p90 and p99."""
+    ranked = sorted(values)
+    return {
+        name.format(f"p{percent}"): float(ranked[min(len(ranked) - 1, len(ranked) * percent // 100)])
+        for percent in ((50, 90, 99) if ranked else ())
+    }
 
 
 def _seconds_by_state(lives: Iterable[AttemptLife]) -> dict[State, float]:

@@ -18,6 +18,7 @@ from roll_core.errors import DeadlineExceeded, RewardUnavailable, RoleDied, Roll
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.rollout.filter import is_useful
 from roll_core.rollout.lifecycle import Lifecycle, Page, Place, State, Terms
+from roll_core.rollout.meters import Meters
 from roll_core.rollout.metrics import describe_page
 from roll_core.rollout.renderer import Renderer
 from roll_core.rollout.router import (
@@ -132,7 +133,7 @@ class RolloutScheduler:
         return Rollout(
             trajectories=[replace(t, group=t.group - page.first) for t in batch.trajectories],
             draws=Draws(first=page.first, outcomes=page.outcomes),
-            metrics=describe_page(page) | stream.lives.gauges(),
+            metrics=describe_page(page) | stream.read_meters(),
             trace=batch.trace,
         )
 
@@ -265,7 +266,8 @@ class RolloutScheduler:
         router.withdraw(self._paused)
         pool = GraderPool(self._graders, self._deaths, events.put_nowait)
         lives = Lifecycle(terms, first, version, asyncio.get_running_loop().time())
-        return _Stream(lives, attempts, finished, partial, router, pool, events, self._renderer, keep)
+        meters = Meters(list(router.load), self._config.slots_per_engine, asyncio.get_running_loop().time())
+        return _Stream(lives, attempts, finished, partial, router, pool, events, self._renderer, keep, meters)
 
     async def _next_batch(self, stream: "_Stream", deadline_s: float, stage: str) -> "_Batch":
         try:
@@ -300,6 +302,7 @@ class _Stream:
         events: asyncio.Queue[Event],
         renderer: Renderer,
         keep: Keep,
+        meters: Meters,
     ):
         self._now = asyncio.get_running_loop().time
         self._epoch = time.time() - self._now()
@@ -317,6 +320,7 @@ class _Stream:
         self._events = events
         self._renderer = renderer
         self._keep = keep
+        self._meters = meters
         self._progress = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._run())
         self._task.add_done_callback(lambda _: self._progress.set())
@@ -338,6 +342,10 @@ class _Stream:
         batch = _Batch(page, [self._finished[place] for place in page.consumed], trace)
         self._forget(page)
         return batch
+
+    def read_meters(self) -> Metrics:
+        """Of the time since the last batch."""
+        return self._meters.read(self._now())
 
     def adopted(self, version: int) -> None:
         self.lives.adopted(version, self._now())
@@ -396,6 +404,8 @@ class _Stream:
             self._grade(places)
         if places := self.lives.to_abort():
             self.router.abort([self._attempts[place].request.request_id for place in places])
+        lives = self.lives
+        self._meters.set(self.router.load, lives.num_queued, lives.num_grading, lives.num_accepted, self._now())
 
     def _begin(self, group: int) -> None:
         """Attempts at a problem that was drawn; what is known of them already is as if it happened now."""

@@ -18,6 +18,7 @@ from roll_core.models import characters
 from roll_core.rewards.exact_match import ExactMatchReward, matching_share
 from roll_core.rewards.number_match import NumberMatchReward
 from roll_core.rollout.journal import Journal
+from roll_core.rollout.meters import Meter, Reading
 from roll_core.rollout.metrics import accuracy, describe
 from roll_core.rollout.renderer import CharacterRenderer
 from roll_core.rollout.scheduler import Finished, RolloutScheduler
@@ -430,6 +431,28 @@ def test_metrics_of_a_batch_by_hand():
     assert found["rollout/failed"] == 1.0
     assert found["problem/quarantined"] == 1.0  # nobody could grade group 2
     assert accuracy(batch) == 0.25  # of the four that were graded
+
+
+def test_staleness_is_told_by_share_of_tokens_and_lengths_by_their_tail():
+    batch = [trajectory(0, 0, 1.0), trajectory(0, 1, 0.0, completion=5)]
+    versions = (2, 2, 1, 0, 0)
+    batch[1] = replace(batch[1], turns=(replace(batch[1].turns[0], weights_versions=versions),))
+    batch[0] = replace(batch[0], turns=(replace(batch[0].turns[0], weights_versions=(2, 2, 2)),))
+    found = describe(batch, weights_version=2)
+    assert (found["rollout/tokens_0_stale"], found["rollout/tokens_1_stale"], found["rollout/tokens_2_stale"]) == (
+        *(5 / 8, 1 / 8, 2 / 8),
+    )
+    assert found["rollout/staleness_mean"] == 5 / 8
+    assert (found["response/p50_tokens"], found["response/p99_tokens"]) == (5.0, 5.0)
+
+
+def test_a_meter_tells_mean_peak_and_share_of_the_time_since_it_was_read():
+    meter = Meter(now=0.0)
+    meter.set(4, now=1.0)
+    meter.set(1, now=2.0)
+    assert meter.read(now=4.0) == Reading(mean=1.5, peak=4.0, share=0.75)
+    meter.set(0, now=5.0)
+    assert meter.read(now=8.0) == Reading(mean=0.25, peak=1.0, share=0.25)
 
 
 def test_an_unknown_character_is_refused_not_dropped():

@@ -1,0 +1,77 @@
+"""How much of something there was, over time: requests at an engine, attempts in the queue, groups in the buffer."""
+
+from dataclasses import dataclass
+
+from roll_core.types.manifest import Metrics
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Example: Reading(mean=3.2, peak=8.0, share=0.9)"""
+
+    mean: float
+    peak: float
+    share: float
+    """Of the time, in which there was any."""
+
+
+class Meter:
+    """Example: meter = Meter(now=0.0); meter.set(4, now=1.0); meter.read(now=2.0)   # Reading(2.0, 4.0, 0.5)"""
+
+    def __init__(self, now: float):
+        self._value = self._peak = 0.0
+        self._since = now
+        self._begin(now)
+
+    def set(self, value: float, now: float) -> None:
+        self._area += self._value * (now - self._since)
+        self._busy += (now - self._since) if self._value else 0.0
+        self._value, self._since, self._peak = value, now, max(self._peak, value)
+
+    def read(self, now: float) -> Reading:
+        """Since it was last read."""
+        self.set(self._value, now)
+        seconds = now - self._began
+        reading = Reading(self._area / seconds, self._peak, self._busy / seconds) if seconds > 0 else Reading(0.0, 0.0, 0.0)
+        self._begin(now)
+        return reading
+
+    def _begin(self, now: float) -> None:
+        self._began, self._area, self._busy, self._peak = now, 0.0, 0.0, self._value
+
+
+class Meters:
+    """What a stream is at, as metrics of the time between two batches."""
+
+    def __init__(self, engines: list[str], num_slots: int, now: float):
+        self._num_slots = num_slots
+        self._engines = {name: Meter(now) for name in engines}
+        self._queue, self._graders, self._buffer = Meter(now), Meter(now), Meter(now)
+
+    def set(self, load: dict[str, int], queued: int, at_graders: int, buffered: int, now: float) -> None:
+        for name, running in load.items():
+            self._engines.setdefault(name, Meter(now)).set(running, now)
+        self._queue.set(queued, now)
+        self._graders.set(at_graders, now)
+        self._buffer.set(buffered, now)
+
+    def read(self, now: float) -> Metrics:
+        engines = [meter.read(now) for meter in self._engines.values()]
+        queue, graders, buffer = self._queue.read(now), self._graders.read(now), self._buffer.read(now)
+        return {
+            "engine/busy": _mean([engine.share for engine in engines]),
+            "engine/busy_least": min((engine.share for engine in engines), default=0.0),
+            "engine/requests": _mean([engine.mean for engine in engines]),
+            "engine/occupancy": _mean([min(1.0, engine.mean / self._num_slots) for engine in engines]),
+            "grader/busy": graders.share,
+            "grader/attempts": graders.mean,
+            "rollout/queue_mean": queue.mean,
+            "rollout/queue_peak": queue.peak,
+            "rollout/buffer_mean": buffer.mean,
+            "rollout/buffer_peak": buffer.peak,
+        }
+
+
+def _mean(values: list[float]) -> float:
+    """0 where nobody is left to measure."""
+    return sum(values) / max(1, len(values))
