@@ -49,7 +49,11 @@ def bring_up(prefect_port: int, mlflow_port: int, tracking_uri: str) -> int:
         print(f"run      PREFECT_API_URL={api_url} prefect deployment run rlvr/quickstart")
         print(f"logs     {log_dir}")
         print("stop with Ctrl-C", flush=True)
-        return _stay(processes, log_dir)
+        try:
+            return _stay(processes, log_dir)
+        finally:
+            for process in processes.values():  # all at once: each takes its seconds to end
+                process.terminate()
 
 
 def _check_free(option: str, port: int) -> None:

@@ -43,6 +43,9 @@ log = logging.getLogger(__name__)
 class Fleet:
     """Use as a context manager: roles start on entry and are gone, with their Ray cluster, on exit."""
 
+    scheduler_role: type[SchedulerRole] = SchedulerRole
+    """A benchmark compares with another one."""
+
     def __init__(self, run: RunRef, config: RunConfig, leg_dir: Path):
         self._run = run
         self._config = config
@@ -67,7 +70,7 @@ class Fleet:
             for rank, device in enumerate(placement.trainer)
         }
         self._scheduler = (
-            ray.remote(SchedulerRole)
+            ray.remote(self.scheduler_role)
             .options(**OFF_DEVICE)
             .remote(config, self._run, self._leg_dir.parent, self._workforce.engines(), self._workforce.graders())
         )

@@ -74,5 +74,5 @@ def test_a_deployment_runs_on_a_worker_and_shows_every_stage(workspace):
         assert up.poll() is None
     finally:
         os.kill(up.pid, signal.SIGINT)
-        output, _ = up.communicate(timeout=60)
+        output, _ = up.communicate(timeout=180)
     assert up.returncode == 0, output

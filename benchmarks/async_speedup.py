@@ -1,0 +1,334 @@
+"""What scheduling attempts one by one, and working ahead of training, is worth when completions have a long tail.
+
+    python -m benchmarks.async_speedup [--iterations 14] [--only rlvr,agent,filtered] [--output docs/async.md]
+
+Real Ray actors: four engines, a trainer that trains, a scheduler, reward workers; the same attempts (by seed) and the same
+devices for every way of scheduling. The engines are rehearsals: they take the time that generation would take, with these
+tails, so that two cores can carry what would need a cluster:
+
+    rlvr      completions of 10 tokens (median), lognormal with sigma 1.2, 25 ms a token: of a batch of 128, the longest takes
+              20 times as long as the median one
+    agent     short completions, and five times an environment that answers after 60 ms (median), lognormal with sigma 1.6
+    filtered  as rlvr, and groups whose rewards are equal are replaced: most are, since these completions are random
+
+Ways: batch-synchronous asks each engine for whole groups, grades when all attempts of the batch are done, and draws again
+for what the filter left out. Queue-scheduled grades each group as it comes; replicated asks for every attempt by itself;
+redundant keeps more groups in flight than it needs; asynchronous works ahead. The bound is what a simulation says: the real
+scheduler in virtual time, with the same attempts, and a trainer that takes what the real one took.
+"""
+
+import argparse
+import asyncio
+import logging
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from roll_core.config.inference import RehearsalInference
+from roll_core.config.load import validate_config
+from roll_core.config.run import RunConfig
+from roll_core.inference.rehearsal_engine import course_of
+from roll_core.inference.requests import Completion, GenerationRequest
+from roll_core.planning.capacity import Models, simulate
+from roll_core.planning.modelled import Cost, EngineModel, GraderModel, TrainerModel
+from roll_core.planning.workload import Demand
+from roll_core.roles.fleet import Fleet
+from roll_core.roles.scheduler_role import RemoteEngine, RemoteGrader, SchedulerRole
+from roll_core.rollout.router import EngineClient
+from roll_core.seeds import derive_seed
+from roll_core.store.object_store import ObjectStore
+from roll_core.store.runs import open_run
+from roll_core.types.manifest import Collected, CollectRequest
+from roll_core.types.refs import RunRef
+
+WARM_UP = 2
+"""Iterations left out: allocators settle, and what works ahead has to get ahead first."""
+STOP = (1,)
+RLVR = {"kind": "rehearsal", "seconds_per_token": 0.025, "median_tokens": 10, "sigma": 1.2}
+TAILS: dict[str, dict[str, object]] = {
+    "rlvr": RLVR,
+    "agent": {
+        "kind": "rehearsal",
+        "seconds_per_token": 0.01,
+        "median_tokens": 12,
+        "sigma": 0.5,
+        "environment": {"median_seconds": 0.06, "sigma": 1.6, "turns": 5},
+    },
+    "filtered": RLVR,
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    name: str
+    rollout: dict[str, object] = field(default_factory=dict)
+    batch_synchronous: bool = False
+
+
+GROUPED = {"requests": "grouped"}
+WAYS = [
+    Way("batch-synchronous", GROUPED, batch_synchronous=True),
+    Way("queue-scheduled", GROUPED),
+    Way("+ replicated"),
+    Way("+ 4 redundant groups", {"redundant_groups": 4}),
+    Way("asynchronous, ratio 1", {"async_ratio": 1}),
+    Way("asynchronous, ratio 2", {"async_ratio": 2}),
+    Way("asynchronous, ratio 4", {"async_ratio": 4}),
+]
+FILTERED_WAYS = [
+    Way("batch-synchronous", GROUPED, batch_synchronous=True),
+    Way("+ replicated"),
+    Way("+ 16 redundant groups", {"redundant_groups": 16}),
+    Way("asynchronous, ratio 2", {"async_ratio": 2}),
+]
+
+
+def config_of(tail: str, way: Way, iterations: int, folder: Path) -> RunConfig:
+    rollout = {"num_groups": 16, "group_size": 8, "max_new_tokens": 300, "slots_per_engine": 32}
+    filtered = {"filter": {"equal_rewards": True}, "max_draws": 16} if tail == "filtered" else {}
+    return validate_config(
+        {
+            "name": "tail",
+            "iterations": iterations,
+            "model": {"kind": "scratch", "max_positions": 320},
+            "problems": {"kind": "arithmetic", "puzzle": "sort", "digits": 4},
+            "reward": {"kind": "exact_match", "partial_credit": 0.5},
+            "inference": TAILS[tail],
+            "rollout": rollout | filtered | way.rollout,
+            "training": {"micro_batch_tokens": 4096, "row_tokens": 1024},
+            "cluster": {"devices_per_node": 5},
+            "placement": {"trainer": [0], "engines": [1, 2, 3, 4], "reward_workers": 2},
+            "store": {"uri": f"file://{folder}/store"},
+            "work_dir": str(folder / "work"),
+        },
+        way.name,
+    )
+
+
+# -------------------------------------------------------------------------------------------------- batch-synchronous
+class Round:
+    """Requests that are with engines; it is over when all are done."""
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._over = asyncio.Event()
+
+    def enter(self, count: int) -> None:
+        if not self._left:
+            self._over = asyncio.Event()
+        self._left += count
+
+    def done(self, count: int) -> None:
+        self._left -= count
+        if not self._left:
+            self._over.set()
+
+    async def over(self) -> None:
+        await self._over.wait()
+
+
+@dataclass(frozen=True)
+class AllAtOnce:
+    """An engine that gives nothing back before all of a round are done, on all engines."""
+
+    name: str
+    engine: RemoteEngine
+    round: Round
+
+    async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
+        self.round.enter(len(requests))
+        done: list[Completion] = []
+        async for completions in self.engine.generate(requests):
+            done += completions
+            self.round.done(len(completions))
+        await self.round.over()
+        yield done
+
+    async def abort(self, request_ids: list[str]) -> None:
+        await self.engine.abort(request_ids)
+
+
+class BatchSchedulerRole(SchedulerRole):
+    def __init__(
+        self, config: RunConfig, run: RunRef, scratch: Path, engines: Sequence[EngineClient], graders: list[RemoteGrader]
+    ):
+        at_once = Round()
+        super().__init__(config, run, scratch, [AllAtOnce(e.name, e, at_once) for e in engines], graders)  # type: ignore[arg-type, misc]
+
+
+class BatchFleet(Fleet):
+    scheduler_role = BatchSchedulerRole
+
+
+# -------------------------------------------------------------------------------------------------- what was measured
+@dataclass(frozen=True)
+class Iteration:
+    seconds: float
+    stages: dict[str, float]
+    collected: Collected
+
+
+@dataclass(frozen=True)
+class Measured:
+    way: Way
+    config: RunConfig
+    iterations: list[Iteration]
+
+    @property
+    def counted(self) -> list[Iteration]:
+        return self.iterations[WARM_UP:]
+
+    @property
+    def seconds(self) -> float:
+        return statistics.fmean(iteration.seconds for iteration in self.counted)
+
+    def stage(self, name: str) -> float:
+        return statistics.fmean(iteration.stages[name] for iteration in self.counted)
+
+    def metric(self, name: str) -> float:
+        return statistics.fmean(iteration.collected.metrics[name] for iteration in self.counted)
+
+    @property
+    def wasted(self) -> float:
+        """Share of the tokens generated."""
+        wasted = sum(iteration.collected.metrics["rollout/wasted_tokens"] for iteration in self.counted)
+        return wasted / (wasted + sum(iteration.collected.num_tokens for iteration in self.counted))
+
+
+def measure(tail: str, way: Way, iterations: int) -> Measured:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config = config_of(tail, way, iterations, folder)
+        run = open_run(ObjectStore(config.store.uri), config)
+        leg_dir = folder / "work" / run.run_id / "leg-1"
+        leg_dir.mkdir(parents=True)
+        with (BatchFleet if way.batch_synchronous else Fleet)(run, config, leg_dir) as fleet:
+            return Measured(way, config, iterate(fleet, config))
+
+
+def iterate(fleet: Fleet, config: RunConfig) -> list[Iteration]:
+    fleet.publish(0)
+    iterations: list[Iteration] = []
+    first_problem = 0
+    for number in range(1, config.iterations + 1):
+        request = CollectRequest(
+            iteration=number,
+            parent="",
+            weights_version=number - 1,
+            first_problem=first_problem,
+            num_groups=config.rollout.num_groups,
+        )
+        times = [time.perf_counter()]
+        collected = fleet.collect(request)
+        times.append(time.perf_counter())
+        prepared = fleet.prepare(collected)
+        times.append(time.perf_counter())
+        fleet.update(collected)
+        times.append(time.perf_counter())
+        fleet.publish(number)
+        times.append(time.perf_counter())
+        stages = dict(zip(("collect", "prepare", "update", "publish"), (b - a for a, b in zip(times, times[1:])), strict=True))
+        iterations.append(Iteration(times[-1] - times[0], stages, collected))
+        first_problem = prepared.draws.next
+    return iterations
+
+
+# -------------------------------------------------------------------------------------------------- what was to be expected
+@dataclass(frozen=True)
+class Rehearsed:
+    """The very attempts that the rehearsal engines were given, for a simulation."""
+
+    config: RunConfig
+    useful: dict[int, bool]
+
+    def demand(self, problem: int, number: int) -> Demand:
+        latency = self.config.inference
+        assert isinstance(latency, RehearsalInference)
+        seed = derive_seed(self.config.seed, "attempt", problem, number)
+        request = GenerationRequest("", (0,), self.config.rollout.max_new_tokens, 1.0, STOP, seed)
+        arrivals_T = course_of(latency, request).arrivals_T
+        generating = latency.seconds_to_first_token + latency.seconds_per_token * len(arrivals_T)
+        return Demand(len(arrivals_T), float(arrivals_T[-1]) - generating)
+
+    def is_useful(self, problem: int) -> bool:
+        return self.useful.get(problem, problem % 3 == 0)
+
+
+def bound(measured: Measured) -> float:
+    """Seconds an iteration should take, counted as the measured ones are."""
+    config, latency = measured.config, measured.config.inference
+    assert isinstance(latency, RehearsalInference)
+    draws = [draws for i in measured.iterations if (draws := i.collected.draws) is not None]
+    useful = {d.first + place: letter != "f" for d in draws for place, letter in enumerate(d.outcomes)}
+    work = Rehearsed(config, useful)
+    trainer = TrainerModel(
+        num_devices=1,
+        prepare=Cost(measured.stage("prepare")),
+        update=Cost(measured.stage("update")),
+        publish_seconds=measured.stage("publish"),
+    )
+    if measured.way.batch_synchronous:
+        return trainer.prepare.seconds + trainer.update.seconds + trainer.publish_seconds + longest(measured, work)
+    models = Models(EngineModel(latency.seconds_to_first_token, latency.seconds_per_token), GraderModel((0.0,)), trainer)
+    predicted = simulate(config, models, work, config.iterations)
+    return statistics.fmean(predicted.iteration_seconds[WARM_UP:])
+
+
+def longest(measured: Measured, work: Rehearsed) -> float:
+    """Mean over batches of the time of their longest attempt; a filter's further rounds are left out."""
+    size, latency = measured.config.rollout.group_size, measured.config.inference
+    assert isinstance(latency, RehearsalInference)
+
+    def seconds(problem: int, number: int) -> float:
+        demand = work.demand(problem, number)
+        return latency.seconds_to_first_token + latency.seconds_per_token * demand.num_tokens + demand.waiting_seconds
+
+    pages = [iteration.collected.draws for iteration in measured.counted]
+    return statistics.fmean(
+        max(seconds(problem, number) for problem in range(page.first, page.next) for number in range(size))
+        for page in pages
+        if page is not None
+    )
+
+
+# -------------------------------------------------------------------------------------------------- what is printed
+HEAD = "| way | s / iteration | iterations / s | speed-up | generation s | its speed-up | wasted | staleness mean, max | bound s | of bound |"
+
+
+def table(tail: str, rows: list[Measured]) -> str:
+    base = rows[0]
+    lines = [f"## {tail}", "", HEAD, "|---" + "|---:" * 9 + "|"]
+    for row in rows:
+        expected = bound(row)
+        staleness = max(iteration.collected.metrics["rollout/staleness_max"] for iteration in row.counted)
+        lines.append(
+            f"| {row.way.name} | {row.seconds:.2f} | {1 / row.seconds:.2f} | {base.seconds / row.seconds:.2f} "
+            f"| {row.stage('collect'):.2f} | {base.stage('collect') / row.stage('collect'):.2f} | {row.wasted:.0%} "
+            f"| {row.metric('rollout/staleness_mean'):.2f}, {staleness:.0f} | {expected:.2f} | {row.seconds / expected:.2f} |"
+        )
+    ratio = base.metric("response/max_tokens") / base.metric("response/p50_tokens")
+    lines += ["", f"Longest completion of a batch over the median one: {ratio:.0f} times, mean of the batches.", ""]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=14)
+    parser.add_argument("--only", default=",".join(TAILS))
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    logging.getLogger().setLevel(logging.ERROR)
+    tables = []
+    for tail in options.only.split(","):
+        ways = FILTERED_WAYS if tail == "filtered" else WAYS
+        tables.append(table(tail, [measure(tail, way, options.iterations) for way in ways]))
+        print(tables[-1], flush=True)
+    if options.output:
+        options.output.write_text("\n".join(tables))
+
+
+if __name__ == "__main__":
+    main()
