@@ -25,13 +25,13 @@ from roll_core.inference.base import InferenceEngine, WeightsUpdate
 from roll_core.inference.rehearsal_engine import RehearsalEngine
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
+from roll_core.planning.virtual_time import run_in_virtual_time
 from roll_core.training.base import Policy
 from roll_core.training.torch_backend import TorchBackend
 from roll_core.training.torch_trained import TorchSettings
 from roll_core.types.trajectory import Ending
 from roll_core.weights.buckets import pack, unpack
 from tests.micro_batches import cut
-from tests.virtual_time import run_in_virtual_time
 
 NO_STOP: tuple[int, ...] = ()
 
