@@ -3,6 +3,7 @@
 Pure; `timeline.py` draws what this counts, and whoever predicts a run's speed compares with the same numbers.
 """
 
+import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,6 +16,8 @@ from roll_core.types.trace import AttemptTrace, Fate
 
 Interval = tuple[float, float]
 """From when until when, in seconds since the epoch."""
+CLOCKS_APART_S = 0.1
+"""How far the clocks of the driver and the rollout scheduler may be apart; no iteration is as short."""
 TRAINING = ("prepare", "update_critic", "update")
 """Stages in which the trainer computes; in the others it waits."""
 
@@ -35,20 +38,21 @@ class Levels:
 
     def mean(self, window: Interval) -> float:
         begin, end = window
-        return float(self._means(np.array([begin, end]))[0]) if end > begin else 0.0
+        return float(self.area(np.array([begin]), np.array([end]))[0]) / (end - begin) if end > begin else 0.0
+
+    def area(self, begins: NDArray[np.float64], ends: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Level times seconds, from each beginning to its end."""
+        until = np.concatenate([[0.0], np.cumsum(self.levels[:-1] * np.diff(self.times))])
+        return np.interp(ends, self.times, until) - np.interp(begins, self.times, until)
 
     def coarse(self, window: Interval, num_columns: int) -> "Levels":
         """Means over columns of equal width: the same area in fewer numbers."""
         edges = np.linspace(*window, num_columns + 1)
-        return Levels(edges, np.append(self._means(edges), 0.0))
+        return Levels(edges, np.append(self.area(edges[:-1], edges[1:]) / np.diff(edges), 0.0))
 
     def busy(self) -> "Levels":
         """1 where this is above 0."""
         return Levels(self.times, (self.levels > 0).astype(float))
-
-    def _means(self, edges: NDArray[np.float64]) -> NDArray[np.float64]:
-        area = np.concatenate([[0.0], np.cumsum(self.levels[:-1] * np.diff(self.times))])
-        return np.diff(np.interp(edges, self.times, area)) / np.diff(edges)
 
 
 def count_over_time(intervals: Iterable[Interval]) -> Levels:
@@ -212,15 +216,15 @@ def _window(iterations: Sequence[Interval], traces: Sequence[AttemptTrace]) -> I
 
 
 def _staleness(spans: Sequence[StageSpan], traces: Sequence[AttemptTrace]) -> list[float]:
-    """Iteration n learns from version n - 1; an attempt is of the iteration that was collecting when it was consumed."""
-    collects = sorted((span.begin, span.end, span.iteration) for span in spans if span.stage == "collect")
-    begins = np.array([begin for begin, _, _ in collects])
+    """Iteration n learns from version n - 1; an attempt is of the iteration whose collect ended when it was consumed."""
+    collects = sorted((span.end, span.begin, span.iteration) for span in spans if span.stage == "collect")
+    ends = [end for end, _, _ in collects]
     staleness = []
     for trace in traces:
-        if trace.fate is not Fate.TRAINED or trace.oldest_version is None or not len(begins):
+        if trace.fate is not Fate.TRAINED or trace.oldest_version is None or not collects:
             continue
-        _, end, iteration = collects[max(0, int(np.searchsorted(begins, trace.consumed_at, side="right")) - 1)]
-        if iteration is not None and trace.consumed_at <= end:
+        end, begin, iteration = collects[min(bisect.bisect(ends, trace.consumed_at - CLOCKS_APART_S), len(ends) - 1)]
+        if iteration is not None and begin - CLOCKS_APART_S <= trace.consumed_at <= end + CLOCKS_APART_S:
             staleness.append(float(iteration - 1 - trace.oldest_version))
     return staleness
 
