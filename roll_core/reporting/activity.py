@@ -35,20 +35,21 @@ class Levels:
 
     def mean(self, window: Interval) -> float:
         begin, end = window
-        return float(self._means(np.array([begin, end]))[0]) if end > begin else 0.0
+        return float(self.area(np.array([begin]), np.array([end]))[0]) / (end - begin) if end > begin else 0.0
+
+    def area(self, begins: NDArray[np.float64], ends: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Level times seconds, from each beginning to its end."""
+        until = np.concatenate([[0.0], np.cumsum(self.levels[:-1] * np.diff(self.times))])
+        return np.interp(ends, self.times, until) - np.interp(begins, self.times, until)
 
     def coarse(self, window: Interval, num_columns: int) -> "Levels":
         """Means over columns of equal width: the same area in fewer numbers."""
         edges = np.linspace(*window, num_columns + 1)
-        return Levels(edges, np.append(self._means(edges), 0.0))
+        return Levels(edges, np.append(self.area(edges[:-1], edges[1:]) / np.diff(edges), 0.0))
 
     def busy(self) -> "Levels":
         """1 where this is above 0."""
         return Levels(self.times, (self.levels > 0).astype(float))
-
-    def _means(self, edges: NDArray[np.float64]) -> NDArray[np.float64]:
-        area = np.concatenate([[0.0], np.cumsum(self.levels[:-1] * np.diff(self.times))])
-        return np.diff(np.interp(edges, self.times, area)) / np.diff(edges)
 
 
 def count_over_time(intervals: Iterable[Interval]) -> Levels:
