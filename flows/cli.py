@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from roll_core.config.run import RunConfig
+    from roll_core.planning.plan import PlanSection
     from roll_core.store.summary import RunSummary
     from roll_core.types.refs import RunRef
 
@@ -50,6 +51,15 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("config", metavar="CONFIG")
     plan.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a key")
     plan.set_defaults(command=plan_command)
+
+    simulate = commands.add_parser("simulate", help="predict how fast a config would run, in virtual time; touches nothing")
+    simulate.add_argument("config", metavar="CONFIG")
+    simulate.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    simulate.add_argument("--trace", metavar="RUN", help="take machines and lengths from what this run recorded")
+    simulate.add_argument("--iterations", type=int, default=6, metavar="N", help="to simulate (default: 6)")
+    simulate.add_argument("--recommend", action="store_true", help="try other settings, too, and list the quickest")
+    simulate.add_argument("--timeline", metavar="FILE", help="write who would be busy when, as an HTML page")
+    simulate.set_defaults(command=simulate_command)
 
     resume = commands.add_parser("resume", help="carry on a run that was stopped, killed or lost")
     resume.add_argument("run", metavar="RUN")
@@ -88,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("run", metavar="RUN")
     show.set_defaults(command=show_command)
 
-    for command in (resume, replay, fork, export, gc, runs, show):
+    for command in (simulate, resume, replay, fork, export, gc, runs, show):
         command.add_argument("--store", default=DEFAULT_STORE, help=f"where runs are kept (default: {DEFAULT_STORE})")
 
     chaos = commands.add_parser(
@@ -243,9 +253,53 @@ def plan_command(options: argparse.Namespace) -> int:
     from roll_core.planning.plan import describe_plan
 
     for section in describe_plan(load_config(options.config, options.overrides)):
-        print(section.title)
-        for label, text in section.rows:
-            print(f"  {label:<15} {text}")
+        _print_section(section)
+    return 0
+
+
+def _print_section(section: "PlanSection") -> None:
+    print(section.title)
+    for label, text in section.rows:
+        print(f"  {label:<15} {text}")
+
+
+def simulate_command(options: argparse.Namespace) -> int:
+    from roll_core.config.load import absolute_uri, load_config
+    from roll_core.planning.assumptions import assumed_models, assumed_workload
+    from roll_core.planning.capacity import recommend, simulate
+    from roll_core.planning.capacity_report import candidate_rows, describe_machines, describe_prediction
+    from roll_core.planning.fit import fit_models
+    from roll_core.planning.recorded import read_recorded
+    from roll_core.planning.workload import Workload, recorded_workload
+    from roll_core.reporting.timeline import timeline_html
+    from roll_core.store.object_store import ObjectStore
+
+    config = load_config(options.config, options.overrides)
+    if options.iterations < 1:
+        raise UserError(f"--iterations ({options.iterations}) must be at least 1")
+    recorded = read_recorded(ObjectStore(absolute_uri(options.store)), options.trace) if options.trace else None
+    workload: Workload
+    if recorded is None:
+        models, workload = assumed_models(config), assumed_workload(config)
+        origin = "as assumed; --trace RUN takes those of a run"
+    else:
+        models = fit_models(recorded.config, recorded.traces, recorded.timings)
+        workload = recorded_workload((trace for traces in recorded.traces for trace in traces), config.seed)
+        origin = f"as fitted to {len(recorded.traces)} iterations of {options.trace}"
+    prediction = simulate(config, models, workload, options.iterations)
+    measured = None if recorded is None else recorded.seconds_per_iteration
+    for section in (describe_machines(models, workload, origin), describe_prediction(prediction, measured)):
+        _print_section(section)
+    if options.timeline:
+        page = timeline_html(prediction.stages, prediction.traces, f"{config.name}, simulated")
+        try:
+            Path(options.timeline).write_text(page)
+        except OSError as error:
+            raise UserError(f"--timeline: cannot write {options.timeline} ({error.strerror}): name another file") from None
+    if options.recommend:
+        print("other settings, the quickest first; training is taken to scale with the number of devices that train")
+        for row in candidate_rows(recommend(config, models, workload, options.iterations)):
+            print(f"  {row}")
     return 0
 
 

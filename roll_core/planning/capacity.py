@@ -81,7 +81,8 @@ class Prediction:
 
 
 def simulate(config: RunConfig, models: Models, workload: Workload, num_iterations: int) -> Prediction:
-    """So many iterations of a config. Numbers of engines, slots, graders and devices are the config's."""
+    """So many iterations of a config. Numbers of engines, slots, graders and devices are the config's. Each iteration takes
+    its share of an evaluation and a checkpoint, so that a few of them say what many would take."""
     return run_in_virtual_time(_Simulation(config, models, workload).run(num_iterations))
 
 
@@ -152,12 +153,10 @@ class _Simulation:
             scheduler.adopted(iteration)
         if config.placement.colocated:
             scheduler.resume(names)
-        if iteration % config.evaluation.every == 0 and trainer.evaluate_seconds:
-            with self._stage(f"evaluate {iteration}"):
-                await asyncio.sleep(trainer.evaluate_seconds)
-        if iteration % config.checkpoint.every == 0 and trainer.checkpoint_seconds:
-            with self._stage(f"checkpoint {iteration}"):
-                await asyncio.sleep(trainer.checkpoint_seconds)
+        with self._stage(f"evaluate {iteration}"):
+            await asyncio.sleep(trainer.evaluate_seconds / config.evaluation.every)
+        with self._stage(f"checkpoint {iteration}"):
+            await asyncio.sleep(trainer.checkpoint_seconds / config.checkpoint.every)
         with self._stage(f"commit {iteration}"):
             await asyncio.sleep(trainer.other_seconds)
         return rollout.draws.next

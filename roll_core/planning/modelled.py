@@ -191,8 +191,10 @@ class ModelledEngine:
     # ---------------------------------------------------------------------------------------------- sequences
     def _sequence(self, request: GenerationRequest, ended: asyncio.Queue[Completion]) -> _Sequence:
         demand = self._demands.of(request)
-        num_tokens = max(1, min(demand.num_tokens, request.max_new_tokens) - len(request.prefix_ids))
-        return _Sequence(request, ended, num_tokens, self._model.seconds_to_first_token + demand.waiting_seconds)
+        total = min(demand.num_tokens, request.max_new_tokens)
+        num_tokens = max(1, total - len(request.prefix_ids))
+        delay = self._model.seconds_to_first_token + demand.waiting_seconds * num_tokens / total
+        return _Sequence(request, ended, num_tokens, delay)
 
     def _admit(self) -> None:
         loop = asyncio.get_running_loop()

@@ -170,7 +170,7 @@ def _colour(stage: str) -> str:
 
 
 def _legend(spans: Sequence[StageSpan], traces: Sequence[AttemptTrace]) -> str:
-    seen = {span.stage for span in spans}
+    seen = {span.stage for span in spans if span.end > span.begin}
     entries = [(stage, "collect: waits for rollouts" if stage == "collect" else stage) for stage in STAGES if stage in seen]
     entries += [("commit", "commit")] if "commit" in seen else []
     shown = "".join(

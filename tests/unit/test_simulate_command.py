@@ -1,0 +1,117 @@
+"""`roll simulate`: assumed machines, machines of a stored run, and mistakes as one sentence."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flows.cli import main
+from roll_core.config.run import RunConfig
+from roll_core.planning.capacity import Models, Prediction, simulate
+from roll_core.planning.modelled import Cost, EngineModel, GraderModel, TrainerModel
+from roll_core.planning.recorded import read_recorded
+from roll_core.planning.workload import SampledWorkload
+from roll_core.reporting.activity import iterations_of, stage_spans
+from roll_core.store.object_store import ObjectStore
+from roll_core.store.runs import commit, open_run, read_chain
+from roll_core.store.traces import encode_trace
+from roll_core.types.manifest import NO_PARENT, Collected, CollectRequest, Manifest
+from roll_core.types.refs import ArtifactKind, record_digest
+from tests.support import tiny_config
+
+MODELS = Models(EngineModel(0.2, 0.1), GraderModel((0.05, 0.07)), TrainerModel(1, Cost(1.0), Cost(2.0), 0.5, 0.0, 0.0, 0.3))
+
+
+def store_simulated(store: ObjectStore, config: RunConfig, prediction: Prediction) -> str:
+    """A run whose iterations took what the prediction says."""
+    run = open_run(store, config)
+    spans = stage_spans(prediction.stages)
+    traces = iter(sorted({trace.consumed_at for trace in prediction.traces}))
+    for iteration in range(len(prediction.iteration_seconds) + 1):
+        chain = read_chain(store, run.run_id)
+        collected, timings = None, {}
+        if iteration:
+            consumed_at = next(traces)
+            attempts = [trace for trace in prediction.traces if trace.consumed_at == consumed_at]
+            begin, end = iterations_of(spans)[iteration]
+            timings = {span.stage: span.end - span.begin for span in spans if span.iteration == iteration}
+            timings = {stage: timings[stage] for stage in ("collect", "prepare", "update", "publish")} | {
+                "wall": end - begin
+            }
+            collected = Collected(
+                request=CollectRequest(
+                    iteration=iteration, parent="", weights_version=iteration - 1, first_problem=0, num_groups=4
+                ),
+                trajectories=store.put(b"rollouts", ArtifactKind.TRAJECTORIES),
+                num_trajectories=len(attempts),
+                num_failed=0,
+                num_tokens=sum(trace.num_tokens for trace in attempts),
+                trace=store.put(encode_trace(attempts), ArtifactKind.TRACE),
+            )
+        manifest = Manifest(
+            run_id=run.run_id,
+            iteration=iteration,
+            parent=record_digest(chain[-1]) if chain else NO_PARENT,
+            config_digest="",
+            leg=1,
+            weights_version=iteration,
+            next_problem=0,
+            collected=collected,
+            evaluated=None,
+            metrics={},
+            timings=timings,
+            committed_at="",
+        )
+        commit(store, manifest)
+    return run.run_id
+
+
+def config_file(folder: Path, config: RunConfig) -> str:
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    return str(path)
+
+
+def test_a_run_that_recorded_its_speed_is_predicted(tmp_path, capsys):
+    config = tiny_config(tmp_path, rollout={"num_groups": 8, "group_size": 4, "max_new_tokens": 30})
+    store = ObjectStore(config.store.uri)
+    recorded = simulate(config, MODELS, SampledWorkload(10, 0.5, 30), num_iterations=6)
+    run_id = store_simulated(store, config, recorded)
+    assert len(read_recorded(store, run_id).traces) == 5, "the first iteration of a leg is cold"
+
+    page = tmp_path / "timeline.html"
+    arguments = ["simulate", config_file(tmp_path, config), "--trace", run_id, "--store", config.store.uri]
+    assert main([*arguments, "--recommend", "--timeline", str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert f"machines, as fitted to 5 iterations of {run_id}" in printed
+    assert "0.2 s to the first token, 0.1 s a token, 0 s more for each other sequence" in printed
+    assert "prepare 1 s, update 2 s, by 1 device" in printed
+    assert "measured" in printed
+    assert "rollout.async_ratio=0 rollout.redundant_groups=2" in printed
+    assert "tiny, simulated" in page.read_text()
+
+
+def test_without_a_trace_what_is_assumed_is_said(tmp_path, capsys):
+    config = tiny_config(tmp_path)
+    assert main(["simulate", config_file(tmp_path, config), "--iterations", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "machines, as assumed; --trace RUN takes those of a run" in printed
+    assert "prediction, over 2 iterations" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--iterations", "0"], "roll: --iterations (0) must be at least 1\n"),
+        (["--trace", "tiny-7"], "roll: --trace: there is no run 'tiny-7' in "),
+        (["--trace", "tiny-1"], "roll: --trace: tiny-1 has no trace of an iteration in "),
+        (["--timeline", "/no/such/folder/page.html"], "roll: --timeline: cannot write /no/such/folder/page.html (No such"),
+    ],
+)
+def test_mistakes_are_one_sentence(tmp_path, capsys, arguments, says):
+    config = tiny_config(tmp_path)
+    open_run(ObjectStore(config.store.uri), config)
+    assert main(["simulate", config_file(tmp_path, config), "--store", config.store.uri, *arguments]) != 0
+    told = capsys.readouterr().err
+    assert told.startswith(says)
+    assert told.count("\n") == 1
