@@ -25,11 +25,11 @@ from roll_core.planning.modelled import (
     NumberRenderer,
     TrainerModel,
 )
-from roll_core.planning.present_scheduler import PresentScheduler
 from roll_core.planning.virtual_time import run_in_virtual_time
 from roll_core.planning.workload import Workload
 from roll_core.reporting.activity import TRAINING, stage_spans
 from roll_core.reporting.stage_log import Edge, StageEvent
+from roll_core.rollout.scheduler import RolloutScheduler
 from roll_core.types.manifest import CollectRequest
 from roll_core.types.trace import AttemptTrace, Fate
 
@@ -101,9 +101,9 @@ class _Simulation:
             ModelledEngine(f"engine {number}", self._models.engine, config.rollout.slots_per_engine, demands)
             for number in range(len(placement.engines))
         ]
-        scheduler = PresentScheduler(
+        scheduler = RolloutScheduler(
             _with_modelled_filter(config).rollout,
-            num_iterations=num_iterations,
+            num_iterations=max(num_iterations, config.iterations),
             seed=config.seed,
             source=NumberedProblems(),
             renderer=NumberRenderer(),
@@ -124,11 +124,15 @@ class _Simulation:
         return self._prediction(seconds, engines)
 
     async def _iterate(
-        self, scheduler: PresentScheduler, engines: Sequence[ModelledEngine], iteration: int, first_problem: int
+        self, scheduler: RolloutScheduler, engines: Sequence[ModelledEngine], iteration: int, first_problem: int
     ) -> int:
         """Collect, prepare, update, publish and what follows; the next iteration's first problem."""
         config, trainer = self._config, self._models.trainer
-        names = [engine.name for engine in engines]
+        sharing = [
+            engine.name
+            for engine, device in zip(engines, config.placement.engines, strict=True)
+            if device in config.placement.shared
+        ]
         request = CollectRequest(
             iteration=iteration,
             parent="",
@@ -141,8 +145,8 @@ class _Simulation:
         self._traces.append(_by_this_clock(rollout.trace))
         num_tokens = sum(trace.num_tokens for trace in rollout.trace if trace.fate is Fate.TRAINED)
         share = trainer.num_devices / len(config.placement.trainer)
-        if config.placement.colocated:
-            await scheduler.pause(names)
+        if sharing:
+            await scheduler.pause(sharing)
         with self._stage(f"prepare {iteration}"):
             await asyncio.sleep(trainer.prepare.of(num_tokens) * share)
         with self._stage(f"update {iteration}"):
@@ -151,8 +155,8 @@ class _Simulation:
             adoptions = (engine.adopt(iteration, config.rollout.in_flight, trainer.publish_seconds) for engine in engines)
             await asyncio.gather(*adoptions)
             scheduler.adopted(iteration)
-        if config.placement.colocated:
-            scheduler.resume(names)
+        if sharing:
+            scheduler.resume(sharing)
         with self._stage(f"evaluate {iteration}"):
             await asyncio.sleep(trainer.evaluate_seconds / config.evaluation.every)
         with self._stage(f"checkpoint {iteration}"):
@@ -248,10 +252,9 @@ def recommend(config: RunConfig, models: Models, workload: Workload, num_iterati
         settings = (f"rollout.async_ratio={async_ratio}", f"rollout.redundant_groups={redundant_groups}")
         try:
             changed = changed_config(config, (*split, *settings), config.name)
-            prediction = simulate(changed, models, workload, num_iterations)
         except UserError:
             continue  # the config does not allow this combination
-        candidates.append(Candidate((*split, *settings), prediction))
+        candidates.append(Candidate((*split, *settings), simulate(changed, models, workload, num_iterations)))
     return sorted(candidates, key=lambda candidate: candidate.prediction.seconds_per_iteration)
 
 

@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 
 from roll_core.config.run import RunConfig
 from roll_core.planning.capacity import Models
-from roll_core.planning.modelled import Cost, EngineModel, GraderModel, TrainerModel
+from roll_core.planning.modelled import SHORTEST_S, Cost, EngineModel, GraderModel, TrainerModel
 from roll_core.reporting.activity import Levels, count_over_time
 from roll_core.types.trace import AttemptTrace, Fate, Span
 
 ROUNDS = 6
 """Fits of an engine, each with what the one before says of how many ran while a token was made; three would do."""
-AT_ONCE_S = 1e-9
+UNUSUAL, LEAST_SHARE = 8.0, 0.75
+"""Left out is what misses the fit by so many times the median, but never more than a quarter."""
 
 
 def fit_models(
@@ -45,7 +46,7 @@ class _Observed:
     def others(self, model: EngineModel) -> NDArray[np.float64]:
         """Other sequences that ran, in the mean over a span's tokens: there are more of those while fewer ran."""
         pace = 1.0 / np.maximum(
-            AT_ONCE_S, model.seconds_per_token + model.seconds_per_token_per_running * (self.running.levels - 1)
+            SHORTEST_S, model.seconds_per_token + model.seconds_per_token_per_running * (self.running.levels - 1)
         )
         weights = np.where(self.running.levels > 0, pace, 0.0)
         others = Levels(self.running.times, weights * np.maximum(0.0, self.running.levels - 1))
@@ -53,20 +54,31 @@ class _Observed:
 
 
 def fit_engine(traces: Sequence[AttemptTrace], num_slots: int) -> EngineModel:
-    """Least squares of seconds on 1, tokens, and tokens x others that ran, none negative."""
+    """Least squares of seconds on 1, tokens, and tokens x others that ran, none negative.
+
+    Engines may take over weights while they have requests, which then wait: the spans that fit least are left out.
+    """
     spans_of: dict[str, list[Span]] = {}
     for trace in traces:
         for span in trace.spans:
             spans_of.setdefault(span.engine, []).append(span)
     observed = [seen for spans in spans_of.values() if (seen := _observe(spans, num_slots)) is not None]
+    every = np.full(sum(len(seen.begins) for seen in observed), True)
+    _, missed = _fit_spans(observed, every)
+    return _fit_spans(observed, missed <= max(UNUSUAL * np.median(missed), np.quantile(missed, LEAST_SHARE)))[0]
+
+
+def _fit_spans(observed: Sequence[_Observed], chosen: NDArray[np.bool_]) -> tuple[EngineModel, NDArray[np.float64]]:
+    """The model of some spans, and by how many seconds it misses each of all."""
     seconds = np.concatenate([seen.ends - seen.begins for seen in observed])
     num_tokens = np.concatenate([seen.num_tokens for seen in observed])
-    model = EngineModel(0.0, 1.0)
+    model, missed = EngineModel(0.0, 1.0), seconds
     for _ in range(ROUNDS):
         others = np.concatenate([seen.others(model) for seen in observed])
         columns = np.stack([np.ones_like(seconds), num_tokens, num_tokens * others], axis=1)
-        model = EngineModel(*non_negative_least_squares(columns, seconds).tolist())
-    return model
+        weights = non_negative_least_squares(columns[chosen], seconds[chosen])
+        model, missed = EngineModel(*weights.tolist()), np.abs(seconds - columns @ weights)
+    return model, missed
 
 
 def _observe(spans: Sequence[Span], num_slots: int) -> _Observed | None:

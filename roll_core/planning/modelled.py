@@ -20,6 +20,8 @@ from roll_core.types.trajectory import Demonstration, Ending, Message, Problem, 
 
 USEFUL, USELESS = 1.0, 0.0
 """Rewards of groups that pass a modelled filter and of those that do not."""
+SHORTEST_S = 1e-9
+"""A token takes some time, whatever a fit says."""
 _ROUNDING = 1e-6
 """Tokens: sums of times are not exact, and what is this close to its end has reached it."""
 
@@ -39,7 +41,7 @@ class EngineModel:
     """More for each other sequence that runs."""
 
     def token_seconds(self, num_running: int) -> float:
-        return self.seconds_per_token + self.seconds_per_token_per_running * max(0, num_running - 1)
+        return max(SHORTEST_S, self.seconds_per_token + self.seconds_per_token_per_running * max(0, num_running - 1))
 
 
 @dataclass(frozen=True)

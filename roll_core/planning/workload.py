@@ -90,19 +90,19 @@ class RecordedWorkload:
 def recorded_workload(traces: Iterable[AttemptTrace], seed: int = 0) -> RecordedWorkload:
     """What a run's attempts were like. An aborted one would have become longer than it is: it gets the length of one that
     did become longer. Without that, a run with redundancy, which aborts the long ones, would look quicker than it is."""
-    ended = [trace for trace in traces if trace.num_tokens]
-    cut_short = [trace for trace in ended if trace.fate is Fate.ABORTED]
-    lengths = sorted(trace.num_tokens for trace in ended if trace.fate is not Fate.ABORTED)
-    chance = random.Random(seed)
+    begun = [trace for trace in traces if trace.num_tokens]
+    ended = [trace for trace in begun if trace.fate is not Fate.ABORTED or trace.grading_at is not None]
+    cut_short = [trace for trace in begun if trace.fate is Fate.ABORTED and trace.grading_at is None]
+    lengths = sorted(trace.num_tokens for trace in ended)
     lengths_of: dict[int, list[int]] = {}
+    for trace in ended:
+        lengths_of.setdefault(trace.problem, []).append(trace.num_tokens)
+    chance = random.Random(seed)
     for trace in sorted(cut_short, key=lambda trace: trace.num_tokens, reverse=True):
         longer = lengths[bisect.bisect(lengths, trace.num_tokens) :]
         length = chance.choice(longer or [trace.num_tokens])
         bisect.insort(lengths, length)
         lengths_of.setdefault(trace.problem, []).append(length)
-    for trace in ended:
-        if trace.fate is not Fate.ABORTED:
-            lengths_of.setdefault(trace.problem, []).append(trace.num_tokens)
-    useless = {trace.problem for trace in ended if trace.fate is Fate.FILTERED}
+    useless = {trace.problem for trace in begun if trace.fate is Fate.FILTERED}
     groups = (RecordedGroup(tuple(of_group), problem not in useless) for problem, of_group in sorted(lengths_of.items()))
     return RecordedWorkload(tuple(groups), seed)

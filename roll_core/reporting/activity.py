@@ -3,6 +3,7 @@
 Pure; `timeline.py` draws what this counts, and whoever predicts a run's speed compares with the same numbers.
 """
 
+import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,6 +16,8 @@ from roll_core.types.trace import AttemptTrace, Fate
 
 Interval = tuple[float, float]
 """From when until when, in seconds since the epoch."""
+CLOCKS_APART_S = 0.1
+"""How far the clocks of the driver and the rollout scheduler may be apart; no iteration is as short."""
 TRAINING = ("prepare", "update_critic", "update")
 """Stages in which the trainer computes; in the others it waits."""
 
@@ -213,15 +216,15 @@ def _window(iterations: Sequence[Interval], traces: Sequence[AttemptTrace]) -> I
 
 
 def _staleness(spans: Sequence[StageSpan], traces: Sequence[AttemptTrace]) -> list[float]:
-    """Iteration n learns from version n - 1; an attempt is of the iteration that was collecting when it was consumed."""
-    collects = sorted((span.begin, span.end, span.iteration) for span in spans if span.stage == "collect")
-    begins = np.array([begin for begin, _, _ in collects])
+    """Iteration n learns from version n - 1; an attempt is of the iteration whose collect ended when it was consumed."""
+    collects = sorted((span.end, span.begin, span.iteration) for span in spans if span.stage == "collect")
+    ends = [end for end, _, _ in collects]
     staleness = []
     for trace in traces:
-        if trace.fate is not Fate.TRAINED or trace.oldest_version is None or not len(begins):
+        if trace.fate is not Fate.TRAINED or trace.oldest_version is None or not collects:
             continue
-        _, end, iteration = collects[max(0, int(np.searchsorted(begins, trace.consumed_at, side="right")) - 1)]
-        if iteration is not None and trace.consumed_at <= end:
+        end, begin, iteration = collects[min(bisect.bisect(ends, trace.consumed_at - CLOCKS_APART_S), len(ends) - 1)]
+        if iteration is not None and begin - CLOCKS_APART_S <= trace.consumed_at <= end + CLOCKS_APART_S:
             staleness.append(float(iteration - 1 - trace.oldest_version))
     return staleness
 

@@ -14,7 +14,7 @@ from roll_core.planning.fit import fit_models, non_negative_least_squares, with_
 from roll_core.planning.modelled import Cost, Demands, EngineModel, GraderModel, ModelledEngine, TrainerModel
 from roll_core.planning.virtual_time import run_in_virtual_time
 from roll_core.planning.workload import Demand, SampledWorkload, recorded_workload
-from roll_core.reporting.activity import iterations_of, stage_spans
+from roll_core.reporting.activity import iterations_of, stage_spans, summarise
 from roll_core.types.trace import AttemptTrace, Fate, Span
 from roll_core.types.trajectory import Ending
 from tests.support import tiny_config
@@ -141,6 +141,23 @@ def test_an_iteration_takes_what_its_parts_take(tmp_path):
     assert {trace.problem for trace in prediction.traces} == set(range(6))
 
 
+def test_what_is_generated_ahead_costs_no_time(tmp_path):
+    """A batch takes 1 s, training 2 s: one after the other, or both at once, by weights that are one version older."""
+    apart = {"cluster": {"devices_per_node": 2}, "placement": {"trainer": [0], "engines": [1]}}
+    machines = models(grader=GraderModel((0.0,)), trainer=TrainerModel(1, Cost(0.0), Cost(2.0)))
+    workload = SampledWorkload(10, 0.0, 20)
+    waits = simulate(tiny_config(tmp_path, rollout=ROLLOUT, **apart), machines, workload, num_iterations=4)
+    assert waits.iteration_seconds == pytest.approx([3.0] * 4)
+    ahead = tiny_config(tmp_path, rollout=ROLLOUT | {"async_ratio": 1}, iterations=9, **apart)
+    prediction = simulate(ahead, machines, workload, num_iterations=4)
+    assert prediction.iteration_seconds == pytest.approx([3.0, 2.0, 2.0, 2.0])
+    assert prediction.seconds_per_iteration == pytest.approx(2.0)
+    assert prediction.trainer_busy == pytest.approx(8 / 9, abs=1e-5)
+    assert (prediction.staleness_mean, prediction.staleness_max) == (0.75, 1)
+    activity = summarise(stage_spans(prediction.stages), prediction.traces)
+    assert (activity.staleness.p50, activity.trainer_busy) == (1.0, pytest.approx(8 / 9, abs=1e-5))
+
+
 def test_what_a_filter_leaves_out_is_generated_and_wasted(tmp_path):
     class EvenOnes(Lengths):
         def demand(self, problem: int, number: int) -> Demand:
@@ -159,11 +176,12 @@ def test_redundancy_shortens_the_wait_for_the_slowest(tmp_path):
     config = tiny_config(tmp_path, rollout=rollout, model={"kind": "scratch", "max_positions": 256})
     machines = models(grader=GraderModel((0.0,)), trainer=TrainerModel(1, Cost(1.0), Cost(1.0)))
     rows = recommend(config, machines, workload, num_iterations=3)
-    seconds = {row.overrides[-1]: row.prediction.seconds_per_iteration for row in rows}
-    assert list(seconds) == sorted(seconds, key=seconds.__getitem__)
-    assert seconds["rollout.redundant_groups=4"] < seconds["rollout.redundant_groups=0"]
-    wasted = {row.overrides[-1]: row.prediction.wasted_share for row in rows}
-    assert wasted["rollout.redundant_groups=4"] > wasted["rollout.redundant_groups=0"] == 0.0
+    seconds = [row.prediction.seconds_per_iteration for row in rows]
+    assert seconds == sorted(seconds)
+    waiting = {row.overrides[-1]: row.prediction for row in rows if "rollout.async_ratio=0" in row.overrides}
+    none, some = waiting["rollout.redundant_groups=0"], waiting["rollout.redundant_groups=4"]
+    assert some.seconds_per_iteration < none.seconds_per_iteration
+    assert some.wasted_share > none.wasted_share == 0.0
 
 
 def test_the_grid_splits_the_devices_where_trainer_and_engines_are_apart(tmp_path):
@@ -197,9 +215,9 @@ def traces_of(prediction: Prediction) -> list[list[AttemptTrace]]:
     return list(by_iteration.values())
 
 
-@pytest.mark.parametrize("slots", [16, 64])
-def test_models_are_found_again_in_what_they_recorded(tmp_path, slots):
-    """With fewer slots than attempts, too: who waits for a slot inside an engine is not slow."""
+@pytest.mark.parametrize(("slots", "async_ratio"), [(16, 0), (64, 0), (64, 1)])
+def test_models_are_found_again_in_what_they_recorded(tmp_path, slots, async_ratio):
+    """With fewer slots than attempts, too: who waits inside an engine, for a slot or for new weights, is not slow."""
     chance = random.Random(3)
     true = Models(
         EngineModel(0.2, 0.01, 0.0002),
@@ -207,6 +225,7 @@ def test_models_are_found_again_in_what_they_recorded(tmp_path, slots):
         TrainerModel(1, Cost(1.0, 1e-5), Cost(2.0, 1e-4), 1.0, 2.0, 0.5, 0.3),
     )
     rollout = {"num_groups": 16, "group_size": 8, "max_new_tokens": 2000, "slots_per_engine": slots, "redundant_groups": 2}
+    rollout["async_ratio"] = async_ratio
     config = tiny_config(
         tmp_path,
         cluster={"devices_per_node": 3},
@@ -217,7 +236,7 @@ def test_models_are_found_again_in_what_they_recorded(tmp_path, slots):
     )
     recorded = simulate(config, true, SampledWorkload(200, 0.8, 2000), num_iterations=4)
     found = fit_models(config, traces_of(recorded), timings_of(recorded))
-    assert found.engine.seconds_to_first_token == pytest.approx(0.2, rel=0.05)
+    assert found.engine.seconds_to_first_token == pytest.approx(0.2, rel=0.1)
     assert found.engine.seconds_per_token == pytest.approx(0.01, rel=0.03)
     assert found.engine.seconds_per_token_per_running == pytest.approx(0.0002, rel=0.03)
     assert sum(found.grader.seconds) / len(found.grader.seconds) == pytest.approx(0.125, rel=0.1)
