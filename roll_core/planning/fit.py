@@ -16,7 +16,7 @@ from roll_core.types.trace import AttemptTrace, Fate, Span
 
 ROUNDS = 6
 """Fits of an engine, each with what the one before says of how many ran while a token was made; three would do."""
-UNUSUAL, LEAST_SHARE = 4.0, 0.75
+UNUSUAL, LEAST_SHARE = 8.0, 0.75
 """Left out is what misses the fit by so many times the median, but never more than a quarter."""
 
 
