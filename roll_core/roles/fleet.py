@@ -127,8 +127,8 @@ class Fleet:
         num_bytes = self._workforce.adopt(version, buckets)
         dead = [engine.name for engine in self._workforce.engines() if engine.name not in num_bytes]
         num_bytes |= self._replace(dead, version, buckets)
+        self._resume_engines()  # before anything is drawn, or all of it goes to those that were never paused
         self._from_scheduler(self._scheduler.adopted.remote(version), "publish", self._config.deadlines.publish)
-        self._resume_engines()
         return Published(weights_version=version, weights_digest=digest, num_bytes=sum(num_bytes.values()))
 
     def weights_digest(self) -> str:
