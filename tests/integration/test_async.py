@@ -224,6 +224,12 @@ def worked_during_updates(workspace: Workspace, chain: list[Manifest]) -> set[st
     return {span.engine for attempt in traces for span in attempt.spans if overlaps(span)}
 
 
+def worked_after_the_first_update(workspace: Workspace, chain: list[Manifest]) -> set[str]:
+    _, end = seconds_of_updates(workspace)[0]
+    traces = (attempt for manifest in chain[1:] for attempt in trace_of(workspace, manifest))
+    return {span.engine for attempt in traces for span in attempt.spans if span.begin > end}
+
+
 def count(workspace: Workspace, chain: list[Manifest], is_so: Callable[[AttemptTrace, Trajectory], bool]) -> int:
     """Attempts of which something is so."""
     return sum(
@@ -254,4 +260,5 @@ def test_engines_on_the_trainers_device_make_room_and_resume_what_they_had(works
 def test_of_two_engines_the_one_on_the_trainers_device_makes_room_and_the_other_goes_on(workspace, in_flight, is_so):
     chain = run_of_long_attempts(workspace, "[0, 1]", in_flight)
     assert worked_during_updates(workspace, chain) == {"engine 1"}
+    assert worked_after_the_first_update(workspace, chain) == {"engine 0", "engine 1"}
     assert count(workspace, chain, is_so) > 0
