@@ -107,7 +107,7 @@ def endure(run: RunRef, breaks: list[Break], unbroken: RunRef) -> BrokenRun:
             broken.do()
             time.sleep(FAULT_SECONDS)
             broken.undo()
-            faults.append(fault_of(run, broken.point, at, "", ()))
+            faults.append(fault_of(run, process, broken.point, at, ()))
         problems = wait_for_end(run, process)
     if process.returncode:
         problems = (*problems, f"the command ended with {process.returncode}: {last_words(run)}")
@@ -127,7 +127,7 @@ def go_without(run: RunRef, broken: Break, ends_with: int, unbroken: RunRef) -> 
     said = last_words(run)
     if process.returncode != ends_with or (ends_with and not said.startswith("roll: ")):
         problems = (*problems, f"the command ended with {process.returncode} and said: {said[:200]}")
-    faults = [fault_of(run, broken.point, at, said, problems)] if met else []
+    faults = [fault_of(run, process, broken.point, at, problems)] if met else []
     if process.returncode:
         finish(run)
     return judge(run, faults, [] if met else [broken.point], unbroken)
@@ -277,8 +277,10 @@ Written by `make chaos` in {minutes:.0f} minutes on {os.cpu_count()} cores. Real
 broken on purpose, resumed, and compared with an unbroken run: the digest of the weights, the rollouts (token ids, logprobs,
 scores) and every metric that is not a time, of every iteration, to the bit.
 
-`ok 12 s` means: nothing that was committed was lost, nothing differs, and the next commit came 12 s after the fault. An
-iteration of this model takes a fraction of a second: the seconds are those of a leg's end and start, not of work done again.
+`ok 12 s` means: nothing that was committed was lost, nothing differs, the command ended with one sentence, and 12 s after
+the fault the leg that took over had committed. `survived 2 s` means the same without a resume: the command went on, and an
+iteration that began after the fault was committed within 2 s. An iteration of this model takes a fraction of a second: the
+seconds are those of a leg's end and start, or of a successor's start, not of work done again.
 
 ## Processes killed with SIGKILL
 
@@ -286,7 +288,8 @@ iteration of this model takes a fraction of a second: the seconds are those of a
 
 {matrix_table(kills)}
 
-A cell is one kill, as the stage began or inside it. A leg goes on until it needs whoever died.
+A cell is one kill, as the stage began or inside it. A leg goes on until it needs whoever died: for an engine or a reward
+worker it starts a successor, at the death of anybody else it ends.
 
 ## Services that fail
 

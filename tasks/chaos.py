@@ -1,6 +1,7 @@
-"""Breaking runs on purpose: the `roll` command as a process, killed at a stage its log names, and resumed until it is done.
+"""Breaking runs on purpose: the `roll` command as a process, somebody in it killed at a stage its log names. A command that
+gets over it is left to go on, to the next kill; one that ends is resumed, until the run is done.
 
-Every leg is started by `roll resume`, the first one too: a run is opened here, so that its name is known.
+Every command is `roll resume`, the first one too: a run is opened here, so that its name is known.
 """
 
 import contextlib
@@ -17,7 +18,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from roll_core.errors import RollError
-from roll_core.reporting.chaos import FLOW, RECOVER, BrokenRun, KillPoint, Recovery, differences, generated_again
+from roll_core.reporting.chaos import (
+    FLOW,
+    RECOVER,
+    BrokenRun,
+    KillPoint,
+    Recovery,
+    committed_after,
+    differences,
+    generated_again,
+)
 from roll_core.reporting.stage_log import FILE_NAME, Edge, StageEvent, read_stages
 from roll_core.store.runs import read_chain, read_config, store_of
 from roll_core.types.manifest import Manifest
@@ -28,7 +38,7 @@ from tasks.services import run_dir
 LOOK_S = 0.002
 """How often the stage log is looked at: a stage of a tiny run takes some tens of milliseconds."""
 END_DEADLINE_S = 180.0
-"""Within which a command must end whose leg was broken; a hang is worse than a failure."""
+"""Within which a command must end, or go on, whose leg was broken; a hang is worse than a failure."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +49,14 @@ class Fault:
     at: datetime
     found: str
     committed: list[Manifest]
+    exit_code: int | None
+    """Of the command; None if it goes on."""
     said: str
     trouble: tuple[str, ...]
+
+    @property
+    def survived(self) -> bool:
+        return self.exit_code in (None, 0) and not self.trouble
 
 
 @state_changing("unbroken {run.run_id}")
@@ -52,40 +68,66 @@ def run_unbroken(run: RunRef) -> list[StageEvent]:
 
 @state_changing("broken {run.run_id}")
 def run_broken(run: RunRef, points: list[KillPoint], unbroken: RunRef) -> BrokenRun:
-    """Kill somebody at each point, resume after each, and compare what came out with a run that never broke."""
-    faults = []
-    for point in points:
-        fault = kill_at(run, point)
-        if fault is None:
+    """Kill somebody at each point, resume where that was not survived, and compare what came out with a run that never
+    broke."""
+    faults: list[Fault] = []
+    while len(faults) < len(points):
+        met = break_command(run, points[len(faults) :])
+        if not met:
             break
-        faults.append(fault)
-    finish(run)
+        faults += met
+    if len(faults) < len(points) or not faults[-1].survived:
+        finish(run)
     return judge(run, faults, points[len(faults) :], unbroken)
 
 
-def kill_at(run: RunRef, point: KillPoint) -> Fault | None:
-    """Carry a run on until a point, SIGKILL the victim there, and wait for the command to end. None: it never came by."""
+def break_command(run: RunRef, points: Sequence[KillPoint]) -> list[Fault]:
+    """Carry a run on in one command that meets as many of the points as it can: until one of them ends it, or is none of
+    its own."""
+    faults: list[Fault] = []
     with command(run) as process:
-        if not wait_for_stage(run, process, point, datetime.now(UTC)):
-            return None
-        pids = _processes(run) | {FLOW: process.pid}
-        os.kill(pids[point.victim], signal.SIGKILL)
-        at = datetime.now(UTC)
-        trouble = wait_for_end(run, process)
-        return fault_of(run, point, at, "" if point.victim == FLOW else last_words(run), trouble)
+        since = datetime.now(UTC)
+        for point in points:
+            if faults and point.stage == RECOVER:
+                return faults  # the next command's
+            if not wait_for_stage(run, process, point, since):
+                return faults
+            faults.append(kill_at(run, process, point))
+            if not faults[-1].survived:
+                return faults
+            since = faults[-1].at
+        wait_until_finished(run, process)
+    return faults
 
 
-def fault_of(run: RunRef, point: KillPoint, at: datetime, said: str, trouble: tuple[str, ...]) -> Fault:
-    """What the store and the log say of a run that was broken, before it goes on."""
+def kill_at(run: RunRef, process: subprocess.Popen[bytes], point: KillPoint) -> Fault:
+    """SIGKILL the victim, and wait until it is known what comes of it."""
+    pids = _processes(run) | {FLOW: process.pid}
+    os.kill(pids[point.victim], signal.SIGKILL)
+    at = datetime.now(UTC)
+    trouble = wait_for_outcome(run, process, at)
+    return fault_of(run, process, point, at, trouble)
+
+
+def fault_of(
+    run: RunRef, process: subprocess.Popen[bytes], point: KillPoint, at: datetime, trouble: tuple[str, ...]
+) -> Fault:
+    """What the store, the log and the command say of a run that was broken, before it goes on."""
     before = [event for event in read_stages(folder_of(run)) if event.at <= at]
-    return Fault(point, at, f"{before[-1].name} {before[-1].edge}", chain_of(run), said, trouble)
+    found, exit_code = f"{before[-1].name} {before[-1].edge}", process.poll()
+    said = last_words(run) if exit_code and point.victim != FLOW else ""
+    return Fault(point, at, found, chain_of(run), exit_code, said, trouble)
 
 
 def finish(run: RunRef) -> None:
-    """Carry a run to its end; that it does not get there is an error."""
+    """Carry a run to its end."""
     with command(run) as process:
-        process.wait()
-    if process.returncode:
+        wait_until_finished(run, process)
+
+
+def wait_until_finished(run: RunRef, process: subprocess.Popen[bytes]) -> None:
+    """Wait for a command that nobody is going to break any more; that it does not finish the run is an error."""
+    if process.wait():
         raise RollError(f"chaos: {run.run_id} could not be carried to its end: {last_words(run)}")
 
 
@@ -132,12 +174,29 @@ def _when_changed(run: RunRef, question: Callable[[], bool]) -> Callable[[], boo
     return look
 
 
+def wait_for_outcome(run: RunRef, process: subprocess.Popen[bytes], at: datetime) -> tuple[str, ...]:
+    """Wait until a command has ended that was broken, or has got over it; what was wrong with how it did."""
+    look = _when_changed(run, lambda: committed_after(read_stages(folder_of(run)), at) is not None)
+    ends_at = time.monotonic() + END_DEADLINE_S
+    while process.poll() is None:
+        if look():
+            return ()
+        if time.monotonic() > ends_at:
+            return (f"the command neither ended nor went on within {END_DEADLINE_S:.0f} s",)
+        time.sleep(LOOK_S)
+    return _traceback(run)
+
+
 def wait_for_end(run: RunRef, process: subprocess.Popen[bytes]) -> tuple[str, ...]:
     """Wait for a broken command to end; what was wrong with how it did."""
     try:
         process.wait(END_DEADLINE_S)
     except subprocess.TimeoutExpired:
         return (f"the command did not end within {END_DEADLINE_S:.0f} s",)
+    return _traceback(run)
+
+
+def _traceback(run: RunRef) -> tuple[str, ...]:
     return ("the command ended with a traceback",) if "Traceback" in _command_log(run).read_text() else ()
 
 
@@ -152,6 +211,7 @@ def judge(run: RunRef, faults: Sequence[Fault], missed: Sequence[KillPoint], unb
             found=fault.found,
             num_committed=len(fault.committed),
             num_lost=sum(manifest not in chain for manifest in fault.committed),
+            survived=fault.survived,
             seconds=_seconds_to_commit(fault, events),
             said=fault.said,
             differences=(*fault.trouble, *differences(expected[begin:end], chain[begin:end])),
@@ -168,11 +228,15 @@ def judge(run: RunRef, faults: Sequence[Fault], missed: Sequence[KillPoint], unb
 
 
 def _seconds_to_commit(fault: Fault, events: Sequence[StageEvent]) -> float | None:
-    """From a fault to the end of the next commit; if a leg had to recover from it, to that leg's first."""
-    recoveries = (event.at for event in events if event.name == RECOVER and event.edge is Edge.BEGIN)
-    since = next((at for at in recoveries if at > fault.at), fault.at)
-    commits = (event.at for event in events if event.stage == "commit" and event.edge is Edge.END)
-    return next(((at - fault.at).total_seconds() for at in commits if at > since), None)
+    """Until an iteration was committed that had all of it before it, or that came first in the leg that took over."""
+    if fault.survived:
+        at = committed_after(events, fault.at)
+    else:
+        recovering = (event.at for event in events if event.name == RECOVER and event.edge is Edge.BEGIN)
+        since = next((at for at in recovering if at > fault.at), fault.at)
+        commits = (event.at for event in events if event.stage == "commit" and event.edge is Edge.END)
+        at = next((at for at in commits if at > since), None)
+    return None if at is None else (at - fault.at).total_seconds()
 
 
 def chain_of(run: RunRef) -> list[Manifest]:

@@ -14,9 +14,11 @@ from roll_core.types.refs import Record, RunRef
 
 FLOW = "flow"
 VICTIMS = (FLOW, "leg", "trainer rank 0", "engine 0", "reward worker 0", "rollout scheduler", "ray node")
-"""The command's own process, and those that `processes.json` of a leg names."""
+"""The command's own process, and those that `processes.json` of a leg names. Engines and reward workers are replaced inside
+the leg; whoever else dies ends it."""
 RECOVER = "recover"
-"""The one stage that belongs to every leg: its kill points are met by whichever leg starts next."""
+"""The one stage that belongs to every leg: its kill points are met by whichever leg starts next. One that is still going on
+is ended for that."""
 STAGES = (RECOVER, "collect", "prepare", "update_critic", "update", "publish", "evaluate", "checkpoint", "commit")
 ITERATIONS_APART = 2
 """Between two kills of a run: some deaths are noticed only in the next iteration, whose rollouts are then kept."""
@@ -42,19 +44,21 @@ class KillPoint(Record):
 class Recovery(Record):
     """A kill, or a fault of a service, and what became of the run.
 
-    Example: Recovery(point=KillPoint(...), found="collect 3 begin", num_committed=3, num_lost=0, seconds=11.4,
-    said="engine 0 died while generating", differences=())
+    Example: Recovery(point=KillPoint(...), found="update 3 begin", num_committed=3, num_lost=0, survived=False,
+    seconds=11.4, said="trainer rank 0 died during update", differences=())
     """
 
     point: KillPoint
     found: str
     """The last line of the stage log when it happened."""
     num_committed: int
-    """Iterations that were in the store when the broken command had ended, iteration 0 included."""
+    """Iterations that were in the store when the broken command had ended or got over it, iteration 0 included."""
     num_lost: int
     """Of those, the ones that were missing or changed at the end of the run. Never above zero."""
+    survived: bool
+    """Whether the command went on, instead of ending and being resumed."""
     seconds: float | None
-    """Until the first commit afterwards; None where the run had nothing left to commit."""
+    """Until an iteration was committed that began afterwards; None where none did."""
     said: str
     """The sentence the broken command ended with; empty where it was killed itself, or never ended early."""
     differences: tuple[str, ...]
@@ -67,7 +71,8 @@ class Recovery(Record):
             return f"lost {self.num_lost}"
         if self.differences:
             return f"{len(self.differences)} differ"
-        return "ok" if self.seconds is None else f"ok {self.seconds:.0f} s"
+        word = "survived" if self.survived else "ok"
+        return word if self.seconds is None else f"{word} {self.seconds:.0f} s"
 
 
 class BrokenRun(Record):
@@ -180,8 +185,17 @@ def generated_again(chain: Sequence[Manifest], events: Sequence[StageEvent]) -> 
     return tuple(e.name for e in collects if e.iteration in committed_at and e.at > committed_at[e.iteration])
 
 
+def committed_after(events: Sequence[StageEvent], at: datetime) -> datetime | None:
+    """When the first iteration was committed that began after a fault: everybody had to do with it, so whoever was missing
+    was missed."""
+    begun = {event.iteration for event in events if event.stage == "collect" and event.edge is Edge.BEGIN and event.at > at}
+    commits = (event for event in events if event.stage == "commit" and event.edge is Edge.END and event.iteration in begun)
+    return next((event.at for event in commits), None)
+
+
 def matrix_table(recoveries: Sequence[Recovery]) -> str:
-    """Who died by where: 'ok 11 s' is nothing lost, nothing different, and the seconds to the next commit."""
+    """Who died by where. 'ok 11 s' is nothing lost, nothing different, resumed, and the seconds to the next commit;
+    'survived 2 s' the same without a resume."""
     stages = sorted({recovery.point.stage for recovery in recoveries}, key=STAGES.index)
     cells: dict[tuple[str, str], list[str]] = {}
     for recovery in recoveries:
@@ -200,12 +214,14 @@ def points_table(recoveries: Sequence[Recovery]) -> str:
             recovery.found,
             str(recovery.num_committed),
             str(recovery.num_lost),
+            "yes" if recovery.survived else "no",
             "-" if recovery.seconds is None else f"{recovery.seconds:.1f}",
             str(len(recovery.differences)),
         ]
         for recovery in recoveries
     ]
-    return _table(["killed", "aimed at", "the log said", "committed", "lost", "seconds to recover", "differences"], rows)
+    header = ["killed", "aimed at", "the log said", "committed", "lost", "survived", "seconds to recover", "differences"]
+    return _table(header, rows)
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
@@ -214,10 +230,12 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def sentence(broken: Sequence[BrokenRun]) -> str:
-    """Example: 40 kill points tried in 10 runs, 0 missed; 0 differences, 0 committed iterations lost, 0 generated again"""
+    """Example: 40 kill points tried in 10 runs, 12 survived, 0 missed; 0 differences, 0 committed iterations lost, 0
+    generated again"""
     recoveries = [recovery for run in broken for recovery in run.recoveries]
     return (
-        f"{len(recoveries)} kill points tried in {len(broken)} runs, {sum(len(run.missed) for run in broken)} missed; "
+        f"{len(recoveries)} kill points tried in {len(broken)} runs, {sum(r.survived for r in recoveries)} survived, "
+        f"{sum(len(run.missed) for run in broken)} missed; "
         f"{sum(len(r.differences) for r in recoveries)} differences, "
         f"{sum(r.num_lost for r in recoveries)} committed iterations lost, "
         f"{sum(len(run.generated_again) for run in broken)} generated again"

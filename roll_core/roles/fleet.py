@@ -22,7 +22,7 @@ from roll_core.errors import RoleDied, RollError
 from roll_core.roles.placement import reserve_devices
 from roll_core.roles.scheduler_role import SchedulerRole
 from roll_core.roles.trainer_rank import BESIDE, TrainerRank
-from roll_core.roles.waiting import wait_for
+from roll_core.roles.waiting import wait_for, wait_for_survivors
 from roll_core.roles.workforce import OFF_DEVICE, Workforce
 from roll_core.store.checkpoints import record_checkpoint, upload_files
 from roll_core.store.exports import record_export
@@ -130,8 +130,8 @@ class Fleet:
         num_bytes = self._workforce.adopt(version, buckets)
         dead = [engine.name for engine in self._workforce.engines() if engine.name not in num_bytes]
         num_bytes |= self._replace(dead, version, buckets)
+        self._resume_engines()  # before anything is drawn, or all of it goes to those that were never paused
         self._from_scheduler(self._scheduler.adopted.remote(version), "publish", self._config.deadlines.publish)
-        self._resume_engines()
         return Published(weights_version=version, weights_digest=digest, num_bytes=sum(num_bytes.values()))
 
     def weights_digest(self) -> str:
@@ -245,11 +245,14 @@ class Fleet:
         self._write_process_list()
 
     def _write_process_list(self) -> None:
-        """Who is who among the processes of this leg: for a person with a debugger, and for tests that kill."""
+        """Who is who among the living processes of this leg: for a person with a debugger, and for tests that kill."""
         actors: dict[str, ActorHandle] = self._workforce.actors | self._ranks | {SCHEDULER: self._scheduler}
         pids = {name: actor.__ray_call__.remote(lambda _: os.getpid()) for name, actor in actors.items()}
-        processes = wait_for(pids, "start", self._config.deadlines.start) | {"leg": os.getpid(), "ray node": _raylet_pid()}
-        (self._leg_dir / "processes.json").write_text(json.dumps(processes, indent=1))
+        processes = wait_for_survivors(pids, "start", self._config.deadlines.start)
+        processes |= {"leg": os.getpid(), "ray node": _raylet_pid()}
+        draft = self._leg_dir / "processes.json.partial"
+        draft.write_text(json.dumps(processes, indent=1))
+        os.replace(draft, self._leg_dir / "processes.json")
 
     def _bucket_weights(self) -> tuple[list[ray.ObjectRef], str]:
         calls = {name: rank.bucket_weights.remote() for name, rank in self._ranks.items()}

@@ -52,10 +52,18 @@ class Workspace:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """`roll ARGUMENTS` in a process group of its own, so that signals can be sent as a terminal does."""
+        return self._start([ROLL, *arguments], self.environment)
+
+    def start_with(self, fault: str, *arguments: str) -> subprocess.Popen[str]:
+        """The same, with roles that note what they generate, and fail as told."""
+        command = [sys.executable, "-m", "tests.integration.faulty_roles", fault, *arguments]
+        return self._start(command, self.environment | {"PYTHONPATH": str(ROOT)})
+
+    def _start(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [ROLL, *arguments],
+            command,
             cwd=self.folder,
-            env=self.environment,
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -64,7 +72,12 @@ class Workspace:
 
     def roll(self, *arguments: str, deadline_s: float = 300.0) -> subprocess.CompletedProcess[str]:
         """Run a command to its end; stdout and stderr together."""
-        process = self.start(*arguments)
+        return self._finish(self.start(*arguments), deadline_s)
+
+    def roll_with(self, fault: str, *arguments: str, deadline_s: float = 300.0) -> subprocess.CompletedProcess[str]:
+        return self._finish(self.start_with(fault, *arguments), deadline_s)
+
+    def _finish(self, process: subprocess.Popen[str], deadline_s: float) -> subprocess.CompletedProcess[str]:
         try:
             output, _ = process.communicate(timeout=deadline_s)
         except subprocess.TimeoutExpired:
@@ -75,6 +88,13 @@ class Workspace:
     @property
     def store(self) -> ObjectStore:
         return ObjectStore(f"file://{self.folder}/roll-data/store")
+
+    def seeds_generated(self) -> list[str]:
+        """Of every attempt that roles were asked for so far that note it; the note begins anew."""
+        file = self.folder / "generated.txt"
+        seeds = file.read_text().split()
+        file.unlink()
+        return seeds
 
     def chain(self, run_id: str = "tiny-1") -> list[Manifest]:
         return read_chain(self.store, run_id)
@@ -96,7 +116,14 @@ def prefect_home(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("prefect-home")
 
 
-@pytest.fixture
-def workspace(tmp_path, prefect_home) -> Workspace:
+@pytest.fixture(scope="session")
+def new_workspace(tmp_path_factory, prefect_home) -> Callable[[str], Workspace]:
+    """For runs that several tests look at."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "RAY_"))}
-    return Workspace(tmp_path, environment | {"PREFECT_HOME": str(prefect_home), "COLUMNS": "160"})
+    environment |= {"PREFECT_HOME": str(prefect_home), "COLUMNS": "160"}
+    return lambda name: Workspace(tmp_path_factory.mktemp(name), dict(environment))
+
+
+@pytest.fixture
+def workspace(new_workspace) -> Workspace:
+    return new_workspace("workspace")

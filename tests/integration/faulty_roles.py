@@ -1,7 +1,7 @@
-"""`roll`, with roles that note what they generate and fail as told: python -m tests.integration.faulty_roles FAULT run ...
+"""`roll`, with roles that note what they generate and fail as told: python -m tests.integration.faulty_roles FAULTS run ...
 
-FAULT is "none" or a class below, whose role it takes the place of. All else is real; faults are bound to an iteration or a
-leg, never to a time.
+FAULTS is "none" or classes below, with commas between them, whose roles they take the place of. All else is real; faults
+are bound to an iteration or a leg, never to a time.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import Any
 
 from flows import cli, control_plane
 from roll_core.inference.requests import Completion, GenerationRequest
-from roll_core.roles import fleet
+from roll_core.roles import fleet, workforce
 from roll_core.roles.engine_role import EngineRole
 from roll_core.roles.reward_role import RewardRole
 from roll_core.roles.trainer_rank import TrainerRank
@@ -21,7 +21,7 @@ from roll_core.types.manifest import Collected, LegEnded, Updated
 from roll_core.types.refs import RunRef
 from roll_core.types.trajectory import Problem, Score, Trajectory
 
-FAULT, GENERATED = "ROLL_TEST_FAULT", "ROLL_TEST_GENERATED"
+FAULTS, GENERATED = "ROLL_TEST_FAULTS", "ROLL_TEST_GENERATED"
 """What is to fail, and the file that seeds of generated attempts are added to, in the environment of legs and roles."""
 
 
@@ -59,14 +59,14 @@ class DyingEngine(NotingEngine):
 
 
 class AbsentReward(RewardRole):
-    """Its service is away for the second half of the problems of iteration 2."""
+    """Its service is away for the second half of the problems of iteration 3."""
 
     async def start(self) -> None:
         await super().start()
         graded = self._reward
 
         async def reward(problem: Problem, trajectory: Trajectory) -> Score:
-            if problem.problem_id in ("sort/train/6", "sort/train/7"):
+            if problem.problem_id in ("sort/train/10", "sort/train/11"):
                 raise ConnectionRefusedError("judge")
             return await graded(problem, trajectory)
 
@@ -86,19 +86,17 @@ def run_faulty_leg(run: RunRef, leg: int, context: dict[str, Any], launcher_pid:
     """A leg with the roles above; the reward's service is back in the second one."""
     from flows.train_leg import run_train_leg
 
-    fleet.EngineRole = NotingEngine
-    match os.environ[FAULT]:
-        case "AbsentReward" if leg == 1:
-            fleet.RewardRole = AbsentReward
-        case "DyingEngine" if leg == 1:
-            fleet.EngineRole = DyingEngine
-        case "FailingTrainer":
-            fleet.TrainerRank = FailingTrainer
+    faults = os.environ[FAULTS].split(",")
+    workforce.EngineRole = DyingEngine if "DyingEngine" in faults and leg == 1 else NotingEngine
+    if "AbsentReward" in faults and leg == 1:
+        workforce.RewardRole = AbsentReward
+    if "FailingTrainer" in faults:
+        fleet.TrainerRank = FailingTrainer
     return run_train_leg(run, leg, context, launcher_pid)
 
 
-def main(fault: str, *arguments: str) -> int:
-    os.environ |= {FAULT: fault, GENERATED: str(Path("generated.txt").absolute())}
+def main(faults: str, *arguments: str) -> int:
+    os.environ |= {FAULTS: faults, GENERATED: str(Path("generated.txt").absolute())}
     with control_plane.prefect_api(Path("roll-data/work")):
         from flows import rlvr  # only now: Prefect reads its settings when it is imported
 

@@ -14,54 +14,51 @@ from tests.integration.conftest import Workspace
 
 LONG_S = 580.0
 """Half a dozen legs one after the other, on a machine that others use too."""
-SETTINGS = ["--set", "checkpoint.every=4", "--set", "legs.max_failures=0"]
 ADAPTIVE_PPO = (
     "algorithm={kind: ppo, critic: {optimizer: {learning_rate: 1.0e-3}, warmup_iterations: 2}, "
     "shaping: {kl: {adaptive: {target: 0.1, horizon: 100}}, normalize: {mean: running, std: running}}}"
 )
+"""Has most to remember: a critic, running moments and an adaptive KL."""
+SETTINGS = [
+    *("--set", "iterations=8"),
+    *("--set", "checkpoint.every=4"),
+    *("--set", "legs.max_failures=0"),
+    *("--set", ADAPTIVE_PPO),
+]
+SEED = "45"
+"""By which all four kills are drawn for one run, those that end a leg some iterations after a checkpoint."""
 
 
 @pytest.fixture(scope="module")
-def chaos(tmp_path_factory, prefect_home) -> tuple[Workspace, subprocess.CompletedProcess[str]]:
-    """tiny-1 is an unbroken run of ten iterations; in tiny-2 a trainer rank is killed in a prepare, an engine in an update,
-    the flow in a recovery and the leg in a collect."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "RAY_"))}
-    environment |= {"PREFECT_HOME": str(prefect_home), "COLUMNS": "160"}
-    workspace = Workspace(tmp_path_factory.mktemp("chaos"), environment)
-    settings = ["--set", "iterations=10", *SETTINGS, "--kills", "4", "--per-run", "4"]
-    return workspace, workspace.roll("chaos", str(workspace.config), *settings, deadline_s=LONG_S)
+def chaos(new_workspace) -> tuple[Workspace, subprocess.CompletedProcess[str]]:
+    """tiny-1 is an unbroken run; in tiny-2 an engine is killed in update_critic 1, the leg in collect 3, the flow in the
+    recovery from that, and the trainer in prepare 7."""
+    workspace = new_workspace("chaos")
+    arguments = [*SETTINGS, "--kills", "4", "--per-run", "4", "--seed", SEED]
+    return workspace, workspace.roll("chaos", str(workspace.config), *arguments, deadline_s=LONG_S)
 
 
 def test_a_run_killed_four_times_ends_as_if_it_never_had_been(chaos):
     workspace, done = chaos
     assert done.returncode == 0, done.stdout
     assert done.stdout.splitlines()[-1] == (
-        "4 kill points tried in 1 runs, 0 missed; 0 differences, 0 committed iterations lost, 0 generated again"
+        "4 kill points tried in 1 runs, 1 survived, 0 missed; 0 differences, 0 committed iterations lost, 0 generated again"
     )
-    assert len({manifest.leg for manifest in workspace.chain("tiny-2")}) > 1
-
-
-def test_what_an_algorithm_remembers_survives_a_kill(workspace):
-    """A critic, running moments and an adaptive KL: a leg killed in collect 5 loads checkpoint 3 and replays iteration 4."""
-    settings = ["--set", "name=ppo", "--set", "iterations=6", "--set", "checkpoint.every=3", "--set", ADAPTIVE_PPO]
-    done = workspace.roll(
-        "chaos", str(workspace.config), *settings, "--kills", "2", "--per-run", "2", "--seed", "1", deadline_s=LONG_S
-    )
-    assert done.returncode == 0, done.stdout
-    assert "reward/kl_coefficient" in workspace.chain("ppo-2")[-1].metrics
-    assert "critic/value" in workspace.chain("ppo-2")[-1].metrics
+    chain = workspace.chain("tiny-2")
+    assert [manifest.leg for manifest in chain] == [1, 1, 1, *[2] * 4, *[3] * 2], "the engine alone was survived"
+    assert {"reward/kl_coefficient", "critic/value"} <= chain[-1].metrics.keys()
 
 
 def test_of_two_legs_of_a_run_one_proceeds(chaos):
     """The first leg is paused, as a machine that is cut off, and wakes up when another has carried the run on."""
     workspace, _ = chaos
-    first = workspace.start("run", str(workspace.config), "--set", "name=pair", "--set", "iterations=10", *SETTINGS)
+    first = workspace.start("run", str(workspace.config), "--set", "name=pair", *SETTINGS)
     workspace.wait_for_iteration(1, "pair-1")
     leg = workspace.pid_of("leg", run_id="pair-1")
     os.kill(leg, signal.SIGSTOP)
     try:
         before = workspace.chain("pair-1")
-        assert before[-1].iteration < 9, "the leg was over before it could be paused"
+        assert before[-1].iteration < 7, "the leg was over before it could be paused"
 
         refused = workspace.roll("resume", "pair-1")
         assert refused.returncode == 1
@@ -78,5 +75,5 @@ def test_of_two_legs_of_a_run_one_proceeds(chaos):
     assert first.returncode == 1
     assert "was committed by another leg: this leg stops, nothing of it was mixed in" in output
     chain = workspace.chain("pair-1")
-    assert [manifest.leg for manifest in chain] == [1] * len(before) + [2] * (11 - len(before))
+    assert [manifest.leg for manifest in chain] == [1] * len(before) + [2] * (9 - len(before))
     assert differences(workspace.chain("tiny-1"), chain) == ()

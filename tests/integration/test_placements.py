@@ -1,4 +1,4 @@
-"""Other shapes of the same run: several trainer ranks, engines of their own, every signal, a tracker that is down."""
+"""Another shape of the same run: several trainer ranks, engines of their own, every signal, and a tracker that is down."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from flows.control_plane import free_port
 from roll_core.store.exports import read_exports
 
 
-def test_two_sharded_ranks_and_two_engines_of_their_own_with_every_signal(workspace):
+def test_two_sharded_ranks_and_two_engines_of_their_own_with_every_signal_while_the_tracker_is_down(workspace):
     done = workspace.roll(
         "run",
         str(workspace.config),
@@ -14,6 +14,7 @@ def test_two_sharded_ranks_and_two_engines_of_their_own_with_every_signal(worksp
         *("--set", "placement={trainer: 0-1, engines: 2-3, reward_workers: 2}"),
         *("--set", "training.optimizer_steps=2"),
         *("--set", "algorithm={kind: grpo, kl_loss: {coefficient: 0.01}, entropy_coefficient: 0.001}"),
+        *("--set", f"tracking={{uri: 'http://127.0.0.1:{free_port()}', drain_seconds: 2}}"),
     )
     assert done.returncode == 0, done.stdout
     chain = workspace.chain()
@@ -28,15 +29,5 @@ def test_two_sharded_ranks_and_two_engines_of_their_own_with_every_signal(worksp
     (exported,) = read_exports(workspace.store, "tiny-1")
     assert exported.weights_digest == chain[-1].weights_digest  # gathered from both ranks, compared when it was written
     assert len(workspace.checkpoints()[-1].files) == 4  # one of each rank, the metadata, and the state of credit
-
-
-def test_training_goes_on_while_the_tracker_is_down(workspace):
-    done = workspace.roll(
-        "run",
-        str(workspace.config),
-        *("--set", f"tracking={{uri: 'http://127.0.0.1:{free_port()}', drain_seconds: 2}}"),
-    )
-    assert done.returncode == 0, done.stdout
-    assert workspace.chain()[-1].iteration == 3
     spool = workspace.folder / "roll-data/work/tiny-1/tracking/events.jsonl"
-    assert "reward/mean" in spool.read_text()
+    assert "reward/mean" in spool.read_text()  # for when it is back

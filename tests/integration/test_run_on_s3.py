@@ -17,17 +17,17 @@ def test_a_run_on_s3_survives_an_outage_of_the_store_and_a_killed_trainer(worksp
         return len(read_chain(store, "tiny-1")) > iteration
 
     process = workspace.start(
-        "run", str(workspace.config), "--set", f"store.uri={uri}", "--set", "iterations=30", "--set", "checkpoint.every=5"
+        "run", str(workspace.config), "--set", f"store.uri={uri}", "--set", "iterations=16", "--set", "checkpoint.every=5"
     )
     wait_until(lambda: reached(2), "iteration 2 is committed")
     s3_server.kill()
     s3_server.start()
-    wait_until(lambda: reached(7), "iteration 7 is committed")
+    wait_until(lambda: reached(6), "iteration 6 is committed")
     os.kill(workspace.pid_of("trainer rank 0"), signal.SIGKILL)
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
     chain = read_chain(store, "tiny-1")
-    assert [m.iteration for m in chain] == list(range(31))
+    assert [m.iteration for m in chain] == list(range(17))
     assert {m.leg for m in chain} == {1, 2}
-    replayed = workspace.roll("replay", "tiny-1@30", "--store", uri)
+    replayed = workspace.roll("replay", "tiny-1@16", "--store", uri)
     assert replayed.returncode == 0, replayed.stdout

@@ -1,4 +1,4 @@
-"""Dynamic sampling and lost engines, in real runs."""
+"""Dynamic sampling and redundancy, in real runs."""
 
 from collections import Counter
 
@@ -6,7 +6,6 @@ from roll_core.data.ledger import ledger
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.rollouts import decode_trajectories
 from roll_core.types.manifest import DrawOutcome
-from tests.integration.test_failure_classes import generated, roll_with, rollouts
 
 
 def test_groups_that_teach_nothing_are_replaced_and_the_ledger_shows_them(workspace):
@@ -52,33 +51,3 @@ def test_a_run_with_redundancy_aborts_what_is_late_and_goes_on(workspace):
         )  # some had their grades, and their group came late
         assert manifest.metrics["rollout/wasted_tokens"] > 0
         assert manifest.collected.num_trajectories == 4 * 4
-
-
-def test_an_engine_that_is_killed_while_collecting_is_stood_in_for_by_the_other(workspace):
-    """The collect succeeds with the very rollouts of an unbroken run; only publishing needs all engines."""
-    run = [
-        *("run", str(workspace.config), "--set", "legs.max_failures=0"),
-        *(
-            "--set",
-            "cluster={devices_per_node: 3, threads_per_device: 1}",
-            "--set",
-            "placement={trainer: [0], engines: 1-2}",
-        ),
-    ]
-    unbroken = roll_with(workspace, "none", *run)
-    assert unbroken.returncode == 0, unbroken.stdout
-    seeds = generated(workspace)
-
-    broken = roll_with(workspace, "DyingEngine", *run)
-
-    assert broken.returncode == 1, broken.stdout
-    assert "died during publish" in broken.stdout, "the leg ended before the collect was over"
-    made = Counter(generated(workspace))
-    assert set(made) < set(seeds)
-    assert made.total() - len(made) == 8, "all that the dead one had, and nothing else, is made again"
-
-    resumed = roll_with(workspace, "none", "resume", "tiny-2")
-
-    assert resumed.returncode == 0, resumed.stdout
-    assert rollouts(workspace, "tiny-2") == rollouts(workspace, "tiny-1")
-    assert len(generated(workspace)) == 16, "iteration 2 was collected, only the third was not"

@@ -14,6 +14,7 @@ from roll_core.reporting.chaos import (
     BrokenRun,
     KillPoint,
     Recovery,
+    committed_after,
     differences,
     draw_kill_points,
     generated_again,
@@ -29,7 +30,14 @@ from roll_core.types.refs import ArtifactKind, ArtifactRef
 NOON = datetime(2026, 11, 15, 12, tzinfo=UTC)
 POINT = KillPoint(victim="engine 0", stage="collect", iteration=3, delay_s=0.0)
 RECOVERED = Recovery(
-    point=POINT, found="collect 3 begin", num_committed=3, num_lost=0, seconds=11.4, said="engine 0 died", differences=()
+    point=POINT,
+    found="collect 3 begin",
+    num_committed=3,
+    num_lost=0,
+    survived=False,
+    seconds=11.4,
+    said="engine 0 died",
+    differences=(),
 )
 
 
@@ -138,8 +146,26 @@ def test_the_tables_say_what_happened_where():
         "| engine 0 | ok 11 s | - |",
     ]
     assert points_table([RECOVERED]).splitlines()[-1] == (
-        "| engine 0 | collect 3 boundary | collect 3 begin | 3 | 0 | 11.4 | 0 |"
+        "| engine 0 | collect 3 boundary | collect 3 begin | 3 | 0 | no | 11.4 | 0 |"
     )
+
+
+def test_a_fault_that_no_resume_was_needed_for_was_survived():
+    survived = RECOVERED.model_copy(update={"survived": True, "seconds": 2.2, "said": ""})
+    assert survived.verdict == "survived 2 s"
+    assert survived.model_copy(update={"seconds": None}).verdict == "survived"
+    assert survived.model_copy(update={"differences": ("a",)}).verdict == "1 differ"
+    assert points_table([survived]).splitlines()[-1].endswith("| yes | 2.2 | 0 |")
+
+
+def test_only_an_iteration_that_began_after_a_fault_shows_that_it_is_over():
+    """A scheduler that dies in a checkpoint is missed by nobody before the next collect."""
+    events = stages_of_ten_iterations()
+    at = {(event.name, event.edge): event.at for event in events}
+    for stage in ("collect 3", "publish 3", "commit 3"):
+        assert committed_after(events, at[stage, Edge.BEGIN]) == at["commit 4", Edge.END]
+    assert committed_after(events[:-1], at["collect 9", Edge.END]) is None
+    assert committed_after(events, at["collect 10", Edge.BEGIN]) is None
 
 
 def test_trouble_is_counted_and_named():
@@ -148,7 +174,7 @@ def test_trouble_is_counted_and_named():
         run_id="tiny-2", recoveries=(RECOVERED, lost), missed=(POINT,), generated_again=("collect 1",), num_collects=12
     )
     assert sentence([broken]) == (
-        "2 kill points tried in 1 runs, 1 missed; 0 differences, 1 committed iterations lost, 1 generated again"
+        "2 kill points tried in 1 runs, 0 survived, 1 missed; 0 differences, 1 committed iterations lost, 1 generated again"
     )
     assert trouble([broken]) == [
         "tiny-2, engine 0 at collect 3: lost 1 committed iterations",
