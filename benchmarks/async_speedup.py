@@ -1,6 +1,6 @@
 """What scheduling attempts one by one, and working ahead of training, is worth when completions have a long tail.
 
-    python -m benchmarks.async_speedup [--iterations 14] [--only rlvr,agent,filtered] [--output docs/async.md]
+    python -m benchmarks.async_speedup [--iterations 26] [--only rlvr,agent,filtered] [--output docs/async.md]
 
 Real Ray actors: four engines, a trainer that trains, a scheduler, reward workers; the same attempts (by seed) and the same
 devices for every way of scheduling. The engines are rehearsals: they take the time that generation would take, with these
@@ -8,21 +8,25 @@ tails, so that two cores can carry what would need a cluster:
 
     rlvr      completions of 10 tokens (median), lognormal with sigma 1.2, 25 ms a token: of a batch of 128, the longest
               takes over 20 times as long as the median one
-    agent     short completions, and five times an environment that answers after 60 ms (median), lognormal, sigma 1.6
+    agent     short completions, and five times an environment that answers after 20 ms (median), lognormal, sigma 1.6
     filtered  as rlvr, and groups whose rewards are equal are replaced: most are, since these completions are random
 
 Ways: batch-synchronous asks each engine for whole groups, grades when all attempts of the batch are done, and draws again
 for what the filter left out. Queue-scheduled grades each group as it comes; replicated asks for every attempt by itself;
 redundant keeps more groups in flight than it needs; asynchronous works ahead. The bound is what a simulation says: the real
-scheduler in virtual time, with the same attempts, and a trainer that takes what the real one took.
+scheduler in virtual time, with the same attempts, and a trainer that takes what the real one took. Length distance is how far
+the lengths that were trained on are from those of all attempts that were drawn (Kolmogorov and Smirnov's, with the chance to
+see such a one or a larger between samples of the same lengths).
 """
 
 import argparse
 import asyncio
 import logging
+import math
 import statistics
 import tempfile
 import time
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -42,8 +46,10 @@ from roll_core.rollout.router import EngineClient
 from roll_core.seeds import derive_seed
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.runs import open_run
+from roll_core.store.traces import decode_trace
 from roll_core.types.manifest import Collected, CollectRequest
 from roll_core.types.refs import RunRef
+from roll_core.types.trace import AttemptTrace, Fate
 
 WARM_UP = 2
 """Iterations left out: allocators settle, and what works ahead has to get ahead first."""
@@ -56,7 +62,7 @@ TAILS: dict[str, dict[str, object]] = {
         "seconds_per_token": 0.01,
         "median_tokens": 12,
         "sigma": 0.5,
-        "environment": {"median_seconds": 0.06, "sigma": 1.6, "turns": 5},
+        "environment": {"median_seconds": 0.02, "sigma": 1.6, "turns": 5},
     },
     "filtered": RLVR,
 }
@@ -88,7 +94,7 @@ FILTERED_WAYS = [
 
 
 def config_of(tail: str, way: Way, iterations: int, folder: Path) -> RunConfig:
-    rollout = {"num_groups": 16, "group_size": 8, "max_new_tokens": 300, "slots_per_engine": 32}
+    rollout = {"num_groups": 16, "group_size": 8, "max_new_tokens": 300, "slots_per_engine": 16}
     filtered = {"filter": {"equal_rewards": True}, "max_draws": 16} if tail == "filtered" else {}
     return validate_config(
         {
@@ -99,7 +105,7 @@ def config_of(tail: str, way: Way, iterations: int, folder: Path) -> RunConfig:
             "reward": {"kind": "exact_match", "partial_credit": 0.5},
             "inference": TAILS[tail],
             "rollout": rollout | filtered | way.rollout,
-            "training": {"micro_batch_tokens": 4096, "row_tokens": 1024},
+            "training": {"micro_batch_tokens": 4096, "row_tokens": 1024, "epochs": 4},
             "cluster": {"devices_per_node": 5},
             "placement": {"trainer": [0], "engines": [1, 2, 3, 4], "reward_workers": 2},
             "store": {"uri": f"file://{folder}/store"},
@@ -177,6 +183,7 @@ class Measured:
     way: Way
     config: RunConfig
     iterations: list[Iteration]
+    traces: list[AttemptTrace]
 
     @property
     def counted(self) -> list[Iteration]:
@@ -207,7 +214,11 @@ def measure(tail: str, way: Way, iterations: int) -> Measured:
         leg_dir = folder / "work" / run.run_id / "leg-1"
         leg_dir.mkdir(parents=True)
         with (BatchFleet if way.batch_synchronous else Fleet)(run, config, leg_dir) as fleet:
-            return Measured(way, config, iterate(fleet, config))
+            iterations = iterate(fleet, config)
+            refs = [trace for iteration in iterations if (trace := iteration.collected.trace) is not None]
+            fleet.wait_until_stored(refs)
+            store = ObjectStore(config.store.uri)
+            return Measured(way, config, iterations, [attempt for ref in refs for attempt in decode_trace(store.get(ref))])
 
 
 def iterate(fleet: Fleet, config: RunConfig) -> list[Iteration]:
@@ -297,10 +308,30 @@ def batches(measured: Measured, work: Rehearsed) -> list[list[float]]:
     return [[seconds(problem, n) for problem in range(page.first, page.next) for n in range(size)] for page in pages]
 
 
+def length_distance(measured: Measured) -> tuple[float, float]:
+    """Between what was trained on and what was drawn, and how likely so much is by chance (asymptotically)."""
+    work = Rehearsed(measured.config, {})
+    trained = sorted(trace.num_tokens for trace in measured.traces if trace.fate is Fate.TRAINED)
+    drawn = sorted(work.demand(trace.problem, trace.attempt).num_tokens for trace in measured.traces)
+    places = sorted({*trained, *drawn})
+    distance = max(abs(bisect_right(trained, at) / len(trained) - bisect_right(drawn, at) / len(drawn)) for at in places)
+    scaled = distance * math.sqrt(len(trained) * len(drawn) / (len(trained) + len(drawn)))
+    chance = 2 * sum((-1) ** (k - 1) * math.exp(-2 * (k * scaled) ** 2) for k in range(1, 101)) if scaled > 0.2 else 1.0
+    return distance, min(1.0, max(0.0, chance))
+
+
 # -------------------------------------------------------------------------------------------------- what is printed
 COLUMNS = (
     *("way", "seconds an iteration", "iterations a second", "speed-up", "of which waiting for rollouts", "speed-up of that"),
-    *("tokens wasted", "staleness mean", "max", "simulated seconds", "measured / simulated"),
+    *(
+        "tokens wasted",
+        "staleness mean",
+        "max",
+        "length distance",
+        "its chance",
+        "simulated seconds",
+        "measured / simulated",
+    ),
 )
 
 
@@ -308,7 +339,7 @@ def table(tail: str, rows: list[Measured]) -> str:
     base = rows[0]
     lines = [f"## {tail}", "", "| " + " | ".join(COLUMNS) + " |", "|---" + "|---:" * (len(COLUMNS) - 1) + "|"]
     for row in rows:
-        expected = bound(row)
+        expected, (distance, chance) = bound(row), length_distance(row)
         cells = [
             row.way.name,
             f"{row.seconds:.2f}",
@@ -319,6 +350,8 @@ def table(tail: str, rows: list[Measured]) -> str:
             f"{row.wasted:.0%}",
             f"{row.metric('rollout/staleness_mean'):.2f}",
             f"{max(iteration.collected.metrics['rollout/staleness_max'] for iteration in row.counted):.0f}",
+            f"{distance:.3f}",
+            f"{chance:.2g}",
             f"{expected:.2f}",
             f"{row.seconds / expected:.2f}",
         ]
@@ -334,15 +367,15 @@ def tail_of(measured: Measured) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iterations", type=int, default=14)
+    parser.add_argument("--iterations", type=int, default=26)
     parser.add_argument("--only", default=",".join(TAILS))
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     logging.getLogger().setLevel(logging.ERROR)
     tables = []
     for tail in options.only.split(","):
-        ways = FILTERED_WAYS if tail == "filtered" else WAYS
-        tables.append(table(tail, [measure(tail, way, options.iterations) for way in ways]))
+        ways, iterations = (FILTERED_WAYS, options.iterations // 2) if tail == "filtered" else (WAYS, options.iterations)
+        tables.append(table(tail, [measure(tail, way, iterations) for way in ways]))
         print(tables[-1], flush=True)
     if options.output:
         options.output.write_text("\n".join(tables))
