@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from roll_core.store.summary import RunSummary
     from roll_core.types.refs import RunRef
 
+SIMULATED_ITERATIONS = 6
 DEFAULT_STORE = "roll-data/store"
 INTERRUPTED = 130
 DIFFERENT = 1
@@ -56,7 +57,9 @@ def build_parser() -> argparse.ArgumentParser:
     simulate.add_argument("config", metavar="CONFIG")
     simulate.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a key")
     simulate.add_argument("--trace", metavar="RUN", help="take machines and lengths from what this run recorded")
-    simulate.add_argument("--iterations", type=int, default=6, metavar="N", help="to simulate (default: 6)")
+    simulate.add_argument(
+        "--iterations", type=int, metavar="N", help=f"to simulate (default: as many as RUN had, or {SIMULATED_ITERATIONS})"
+    )
     simulate.add_argument("--recommend", action="store_true", help="try other settings, too, and list the quickest")
     simulate.add_argument("--timeline", metavar="FILE", help="write who would be busy when, as an HTML page")
     simulate.set_defaults(command=simulate_command)
@@ -275,7 +278,7 @@ def simulate_command(options: argparse.Namespace) -> int:
     from roll_core.store.object_store import ObjectStore
 
     config = load_config(options.config, options.overrides)
-    if options.iterations < 1:
+    if options.iterations is not None and options.iterations < 1:
         raise UserError(f"--iterations ({options.iterations}) must be at least 1")
     recorded = read_recorded(ObjectStore(absolute_uri(options.store)), options.trace) if options.trace else None
     workload: Workload
@@ -283,10 +286,11 @@ def simulate_command(options: argparse.Namespace) -> int:
         models, workload = assumed_models(config), assumed_workload(config)
         origin = "as assumed; --trace RUN takes those of a run"
     else:
-        models = fit_models(recorded.config, recorded.traces, recorded.timings)
+        models = fit_models(recorded.config, recorded.warm_traces, recorded.warm_timings)
         workload = recorded_workload((trace for traces in recorded.traces for trace in traces), config.seed)
-        origin = f"as fitted to {len(recorded.traces)} iterations of {options.trace}"
-    prediction = simulate(config, models, workload, options.iterations)
+        origin = f"as fitted to {len(recorded.warm_timings)} iterations of {options.trace}"
+    num_iterations = options.iterations or (len(recorded.timings) if recorded else SIMULATED_ITERATIONS)
+    prediction = simulate(config, models, workload, num_iterations)
     measured = None if recorded is None else recorded.seconds_per_iteration
     for section in (describe_machines(models, workload, origin), describe_prediction(prediction, measured)):
         _print_section(section)
@@ -298,7 +302,7 @@ def simulate_command(options: argparse.Namespace) -> int:
             raise UserError(f"--timeline: cannot write {options.timeline} ({error.strerror}): name another file") from None
     if options.recommend:
         print("other settings, the quickest first; training is taken to scale with the number of devices that train")
-        for row in candidate_rows(recommend(config, models, workload, options.iterations)):
+        for row in candidate_rows(recommend(config, models, workload, num_iterations)):
             print(f"  {row}")
     return 0
 

@@ -55,6 +55,8 @@ class DeadlinesConfig(Section):
 
     start: PositiveFloat = 300.0
     """Starting Ray and every role, models loaded."""
+    heartbeat: PositiveFloat = 120.0
+    """An engine that does not answer for so long, while others may, is ended and replaced. Longer than its longest step."""
     collect: PositiveFloat = 3600.0
     prepare: PositiveFloat = 1800.0
     update: PositiveFloat = 3600.0

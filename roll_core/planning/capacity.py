@@ -54,6 +54,10 @@ class Models:
 @dataclass(frozen=True)
 class Prediction:
     iteration_seconds: tuple[float, ...]
+    beside_seconds: tuple[float, ...]
+    """Of these, the seconds of an evaluation and a checkpoint, in the iterations that have them."""
+    beside_share: float
+    """Of an evaluation and a checkpoint, for every iteration."""
     trainer_busy: float
     """Share of time in which the trainer computes."""
     engines_busy: float
@@ -70,9 +74,11 @@ class Prediction:
 
     @property
     def seconds_per_iteration(self) -> float:
-        """Mean, without the first iteration if there are more: there, nothing was generated ahead yet."""
-        counted = self.iteration_seconds[1:] or self.iteration_seconds
-        return sum(counted) / len(counted)
+        """Mean, without the first iteration if there are more: there, nothing was generated ahead yet. Each has its share of
+        an evaluation and a checkpoint, so that a few say what many would take."""
+        between = [seconds - beside for seconds, beside in zip(self.iteration_seconds, self.beside_seconds, strict=True)]
+        counted = between[1:] or between
+        return sum(counted) / len(counted) + self.beside_share
 
     @property
     def bubble(self) -> float:
@@ -81,8 +87,7 @@ class Prediction:
 
 
 def simulate(config: RunConfig, models: Models, workload: Workload, num_iterations: int) -> Prediction:
-    """So many iterations of a config. Numbers of engines, slots, graders and devices are the config's. Each iteration takes
-    its share of an evaluation and a checkpoint, so that a few of them say what many would take."""
+    """So many iterations of a config. Numbers of engines, slots, graders and devices are the config's."""
     return run_in_virtual_time(_Simulation(config, models, workload).run(num_iterations))
 
 
@@ -92,6 +97,7 @@ class _Simulation:
         self._models = models
         self._workload = workload
         self._stages: list[StageEvent] = []
+        self._beside: list[float] = []
         self._traces: list[list[AttemptTrace]] = []
 
     async def run(self, num_iterations: int) -> Prediction:
@@ -157,10 +163,16 @@ class _Simulation:
             scheduler.adopted(iteration)
         if sharing:
             scheduler.resume(sharing)
-        with self._stage(f"evaluate {iteration}"):
-            await asyncio.sleep(trainer.evaluate_seconds / config.evaluation.every)
-        with self._stage(f"checkpoint {iteration}"):
-            await asyncio.sleep(trainer.checkpoint_seconds / config.checkpoint.every)
+        beside = 0.0
+        for stage, every, lasts in (
+            ("evaluate", config.evaluation.every, trainer.evaluate_seconds),
+            ("checkpoint", config.checkpoint.every, trainer.checkpoint_seconds),
+        ):
+            if iteration % every == 0 and lasts:
+                beside += lasts
+                with self._stage(f"{stage} {iteration}"):
+                    await asyncio.sleep(lasts)
+        self._beside.append(beside)
         with self._stage(f"commit {iteration}"):
             await asyncio.sleep(trainer.other_seconds)
         return rollout.draws.next
@@ -186,8 +198,12 @@ class _Simulation:
         ]
         tokens = sum(trace.num_tokens for trace in traces)
         wasted = sum(trace.num_tokens for trace in traces if trace.fate is not Fate.TRAINED)
+        trainer, config = self._models.trainer, self._config
+        shares = (trainer.evaluate_seconds / config.evaluation.every, trainer.checkpoint_seconds / config.checkpoint.every)
         return Prediction(
             iteration_seconds=tuple(seconds),
+            beside_seconds=tuple(self._beside),
+            beside_share=sum(shares),
             trainer_busy=training / total,
             engines_busy=sum(engine.busy_seconds for engine in engines) / total / len(engines),
             mean_running=sum(engine.running_seconds for engine in engines) / total / len(engines),

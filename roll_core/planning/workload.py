@@ -71,7 +71,8 @@ class RecordedGroup:
 
 @dataclass(frozen=True)
 class RecordedWorkload:
-    """Groups of a run, drawn again at random, each as it was: long attempts come together, and none loses its longest."""
+    """Groups of a run in their order; beyond those, groups of it at random, each as it was: long attempts come together, and
+    none loses its longest."""
 
     groups: tuple[RecordedGroup, ...]
     seed: int = 0
@@ -84,6 +85,8 @@ class RecordedWorkload:
         return self._group(problem).useful
 
     def _group(self, problem: int) -> RecordedGroup:
+        if problem < len(self.groups):
+            return self.groups[problem]
         return random.Random(f"{self.seed}/{problem}").choice(self.groups)
 
 

@@ -25,6 +25,9 @@ class EngineRole:
         self._engine = _build_engine(self._config)
         settle()
 
+    async def answer(self) -> None:
+        """Show that somebody is there."""
+
     async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
         async for completions in as_they_finish(self._engine.generate(request) for request in requests):
             yield completions

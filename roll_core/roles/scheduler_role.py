@@ -1,6 +1,7 @@
 """The rollout scheduler as a Ray actor: batches go from here to the trainer as object references, and to the store."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from roll_core.types.manifest import Collected, CollectRequest, Evaluated
 from roll_core.types.refs import ArtifactKind, ArtifactRef, RunRef
 from roll_core.types.trajectory import Failure, Problem, Score, Trajectory
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class RemoteEngine:
@@ -44,6 +47,15 @@ class RemoteEngine:
         except ray.exceptions.RayActorError:
             raise RoleDied(f"{self.name} died while generating") from None
 
+    async def answers(self) -> None:
+        try:
+            await self.actor.answer.remote()
+        except ray.exceptions.RayActorError:
+            raise RoleDied(f"{self.name} died") from None
+
+    def end(self) -> None:
+        ray.kill(self.actor)
+
 
 @dataclass(frozen=True)
 class RemoteGrader:
@@ -62,7 +74,8 @@ class SchedulerRole:
         self, config: RunConfig, run: RunRef, scratch: Path, engines: list[RemoteEngine], graders: list[RemoteGrader]
     ):
         self._config = config
-        self._clients = engines, graders
+        self._engines = {engine.name: engine for engine in engines}
+        self._graders = graders
         store = ObjectStore(run.store_uri, config.store.retry_seconds)
         self._spool = WriteBehind(store, scratch / "spool", config.store.spool_megabytes * 10**6)
         self._journal = Journal(store, run.run_id, config.store.unfinished_seconds)
@@ -71,19 +84,20 @@ class SchedulerRole:
     async def start(self) -> None:
         """What an earlier leg generated and could not store is stored first: kept answers name it."""
         await asyncio.to_thread(self._spool.store_leftovers)
-        config, (engines, graders) = self._config, self._clients
+        config = self._config
         self._scheduler = RolloutScheduler(
             config.rollout,
             seed=config.seed,
             source=build_source(config.problems, config.seed),
             renderer=build_renderer(config.model),
-            engines=engines,
-            graders=graders,
+            engines=list(self._engines.values()),
+            graders=self._graders,
             num_iterations=config.iterations,
             greedy_baseline=config.algorithm.samples_greedily,
             finished=await asyncio.to_thread(self._journal.read),
             keep=self._journal.add,
         )
+        self._watch = asyncio.create_task(self._watch_engines())
         settle()
 
     async def collect(self, request: CollectRequest) -> tuple[Collected, list[ray.ObjectRef]]:
@@ -134,6 +148,7 @@ class SchedulerRole:
 
     async def welcome(self, engines: list[RemoteEngine], graders: list[RemoteGrader]) -> None:
         """Successors of some that died."""
+        self._engines |= {engine.name: engine for engine in engines}
         self._scheduler.welcome(engines, graders)
 
     async def committed(self, next_problem: int) -> None:
@@ -154,6 +169,23 @@ class SchedulerRole:
                 "accuracy/held_out_failed": float(sum(t.score is None for t in trajectories)),
             },
         )
+
+    async def _watch_engines(self) -> None:
+        """One that is alive and does not answer is ended, so that what it has is given to others, as if it had died."""
+        while True:
+            await asyncio.sleep(self._config.deadlines.heartbeat / 4)
+            await asyncio.gather(*(self._end_if_silent(engine) for engine in self._engines.values()))
+
+    async def _end_if_silent(self, engine: RemoteEngine) -> None:
+        deadline_s = self._config.deadlines.heartbeat
+        try:
+            async with asyncio.timeout(deadline_s):
+                await engine.answers()
+        except TimeoutError:
+            log.warning("deadlines.heartbeat: %s did not answer for %.0f s: it is ended", engine.name, deadline_s)
+            engine.end()
+        except RoleDied:
+            pass  # whoever needs it notices
 
     async def wait_until_stored(self, artifacts: list[ArtifactRef]) -> None:
         await asyncio.to_thread(self._spool.wait, artifacts, self._config.deadlines.store)

@@ -77,7 +77,7 @@ def test_a_run_that_recorded_its_speed_is_predicted(tmp_path, capsys):
     store = ObjectStore(config.store.uri)
     recorded = simulate(config, MODELS, SampledWorkload(10, 0.5, 30), num_iterations=6)
     run_id = store_simulated(store, config, recorded)
-    assert len(read_recorded(store, run_id).traces) == 5, "the first iteration of a leg is cold"
+    assert len(read_recorded(store, run_id).warm_traces) == 5, "the first iteration of a leg is cold"
 
     page = tmp_path / "timeline.html"
     arguments = ["simulate", config_file(tmp_path, config), "--trace", run_id, "--store", config.store.uri]
