@@ -48,12 +48,17 @@ class TimedIteration:
 
 def run_quickstart(folder: Path, overrides: Sequence[str]) -> FinishedRun:
     """`roll run` of the quickstart with its data in `folder`; evaluations and checkpoints only as `overrides` say."""
+    return run_config(QUICKSTART, folder, overrides)
+
+
+def run_config(config: Path, folder: Path, overrides: Sequence[str]) -> FinishedRun:
+    """`roll run` of a config with its data in `folder`."""
     roll = Path(sys.executable).with_name("roll")
     settings = [part for override in overrides for part in ("--set", override)]
     log = folder / "roll.log"
     with open(log, "wb") as output:
         ended = subprocess.run(
-            [str(roll), "run", str(QUICKSTART), *settings], cwd=folder, stdout=output, stderr=subprocess.STDOUT, check=False
+            [str(roll), "run", str(config), *settings], cwd=folder, stdout=output, stderr=subprocess.STDOUT, check=False
         )
     if ended.returncode:
         sys.exit(f"roll run ended with {ended.returncode}:\n{log.read_text()[-2000:]}")

@@ -105,6 +105,7 @@ IN_SLOTS = settings(
     "rollout={num_groups: 4, group_size: 4, max_new_tokens: 48, slots_per_engine: 8, async_ratio: 2}",
     "evaluation={every: 99, num_problems: 2}",
     "store.unfinished_seconds=0",
+    "deadlines.heartbeat=8",
 )
 """Sixteen attempts an iteration, eight at a time, each some 0.4 s: a run cannot be over before it is killed."""
 
@@ -124,14 +125,19 @@ class Broken:
 
 @pytest.fixture(scope="module")
 def broken(new_workspace) -> Broken:
-    """A reward worker dies, then an engine, then the scheduler, at last the command, which is resumed."""
+    """A reward worker dies, then an engine, its successor stops to answer, the scheduler dies, at last the command, which is
+    resumed."""
     workspace = new_workspace("broken")
     command = workspace.start_with("none", "run", str(workspace.config), *APART, *IN_SLOTS)
     try:
-        for iteration, role in ((1, "reward worker 0"), (3, "engine 0")):
+        for iteration, role, fault in (
+            (1, "reward worker 0", signal.SIGKILL),
+            (2, "engine 0", signal.SIGKILL),
+            (4, "engine 0", signal.SIGSTOP),
+        ):
             workspace.wait_for_iteration(iteration)
-            os.kill(workspace.pid_of(role), signal.SIGKILL)
-        workspace.wait_for_iteration(5)
+            os.kill(workspace.pid_of(role), fault)
+        workspace.wait_for_iteration(6)
         wait_until(lambda: is_ahead(workspace), "something is finished ahead of training")
         os.kill(workspace.pid_of("rollout scheduler"), signal.SIGKILL)
         before = workspace.chain()
@@ -154,8 +160,8 @@ def is_ahead(workspace: Workspace) -> bool:
     return sum(first >= workspace.chain()[-1].next_problem for first in firsts) > 4
 
 
-def test_a_reward_worker_and_an_engine_that_die_are_replaced_inside_the_leg(broken):
-    assert broken.before_scheduler_died[-1].iteration >= 5
+def test_a_reward_worker_and_engines_that_die_or_hang_are_replaced_inside_the_leg(broken):
+    assert broken.before_scheduler_died[-1].iteration >= 6
     assert {manifest.leg for manifest in broken.before_scheduler_died} == {1}
 
 

@@ -1,0 +1,60 @@
+"""Are predictions right? Real runs of three settings, and what `roll simulate CONFIG --trace RUN` says of each afterwards.
+
+    python benchmarks/predictions.py [--iterations 20]
+
+Each run is fitted (engine, graders, trainer) and simulated again from its own record; then every run is predicted from the
+record of the synchronous one alone, which is what one has before one changes a setting.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from roll_runs import FinishedRun, machine_load, run_config
+
+from roll_core.config.run import RunConfig
+from roll_core.planning.capacity import Models, simulate
+from roll_core.planning.fit import fit_models
+from roll_core.planning.recorded import RecordedRun, read_recorded
+from roll_core.planning.workload import recorded_workload
+
+REHEARSAL = Path(__file__).resolve().parents[1] / "configs" / "runs" / "rehearsal.yaml"
+SETTINGS = {
+    "synchronous": ["rollout.async_ratio=0"],
+    "4 redundant groups": ["rollout.async_ratio=0", "rollout.redundant_groups=4"],
+    "asynchronous, ratio 2": ["rollout.async_ratio=2"],
+}
+
+
+def recorded(folder: Path, overrides: list[str]) -> RecordedRun:
+    finished: FinishedRun = run_config(REHEARSAL, folder, overrides)
+    return read_recorded(finished.store, finished.chain[-1].run_id)
+
+
+def predict(config: RunConfig, models: Models, from_run: RecordedRun) -> float:
+    workload = recorded_workload(trace for traces in from_run.traces for trace in traces)
+    return simulate(config, models, workload, len(from_run.timings)).seconds_per_iteration
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=20)
+    options = parser.parse_args()
+    print(machine_load())
+    print(f"{'setting':<24}{'measured s':>12}{'from itself':>14}{'':>8}{'from synchronous':>18}")
+    base: RecordedRun | None = None
+    for name, overrides in SETTINGS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            run = recorded(Path(folder), [f"iterations={options.iterations}", *overrides])
+        base = base or run
+        measured = run.seconds_per_iteration
+        own = predict(run.config, fit_models(run.config, run.warm_traces, run.warm_timings), run)
+        other = predict(run.config, fit_models(base.config, base.warm_traces, base.warm_timings), base)
+        print(
+            f"{name:<24}{measured:>12.2f}{own:>14.2f}{own / measured - 1:>+8.0%}{other:>10.2f}{other / measured - 1:>+8.0%}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
