@@ -110,7 +110,9 @@ def build_parser() -> argparse.ArgumentParser:
     chaos.add_argument("config", metavar="CONFIG")
     chaos.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a key")
     chaos.add_argument("--kills", type=int, default=40, help="kill points, over processes, stages, iterations (default: 40)")
-    chaos.add_argument("--per-run", type=int, default=5, help="kills of one run, which is resumed after each (default: 5)")
+    chaos.add_argument(
+        "--per-run", type=int, default=5, help="kills of one run, which is resumed where it does not survive (default: 5)"
+    )
     chaos.add_argument("--seed", type=int, default=0, help="of the drawing of kill points")
     chaos.set_defaults(command=chaos_command)
 

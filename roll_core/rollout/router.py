@@ -87,7 +87,7 @@ Tell = Callable[[Event], None]
 
 @dataclass
 class Deaths:
-    """Who is no more, with the sentence it died by. Outlives a stage: the dead stay dead until the next leg."""
+    """Who is no more, with the sentence it died by. Outlives a stage: the dead stay dead until they have successors."""
 
     sentences: dict[str, str] = field(default_factory=dict)
 
