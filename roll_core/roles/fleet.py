@@ -128,8 +128,7 @@ class Fleet:
         buckets, digest = self._bucket_weights()
         self._wake_engines()
         num_bytes = self._workforce.adopt(version, buckets)
-        dead = [engine.name for engine in self._workforce.engines() if engine.name not in num_bytes]
-        num_bytes |= self._replace(dead, version, buckets)
+        num_bytes |= self._replace(self._workforce.dead(known_alive=num_bytes), version, buckets)
         self._resume_engines()  # before anything is drawn, or all of it goes to those that were never paused
         self._from_scheduler(self._scheduler.adopted.remote(version), "publish", self._config.deadlines.publish)
         return Published(weights_version=version, weights_digest=digest, num_bytes=sum(num_bytes.values()))

@@ -4,7 +4,7 @@ The fleet holds one of these; the scheduler gets clients for what is in it.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -69,10 +69,12 @@ class Workforce:
         adopting = {name: self.actors[name].adopt.remote(version, buckets) for name in self._engine_names}
         return wait_for_survivors(adopting, "publish", self._deadlines.publish)
 
-    def dead(self) -> list[str]:
-        asked = {name: actor.__ray_call__.remote(lambda _: True) for name, actor in self.actors.items()}
+    def dead(self, known_alive: Collection[str] = ()) -> list[str]:
+        """Who does not live any more, engines and reward workers."""
+        doubtful = {name: actor for name, actor in self.actors.items() if name not in known_alive}
+        asked = {name: actor.__ray_call__.remote(lambda _: True) for name, actor in doubtful.items()}
         alive = wait_for_survivors(asked, "start", self._deadlines.start)
-        return [name for name in self.actors if name not in alive]
+        return [name for name in doubtful if name not in alive]
 
     def replace(self, dead: Sequence[str], version: int, buckets: list[ray.ObjectRef]) -> dict[str, int]:
         """Successors of these, engines with the policy's weights; bytes that each took over."""

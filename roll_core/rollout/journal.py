@@ -21,6 +21,9 @@ from roll_core.store.rollouts import decode_trajectories, encode_trajectories
 from roll_core.types.refs import digest_of
 from roll_core.types.trajectory import Ending, Trajectory
 
+PAUSE_S = 5.0
+"""Between attempts to write to a store that is away."""
+
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"\d+-(?P<last>\d+)-(?P<digest>[0-9a-f]+)\.parquet")
@@ -79,19 +82,23 @@ class Journal:
     async def _write_later(self) -> None:
         while self._pending:
             await asyncio.sleep(self._seconds)
-            await self._write()
+            if not await self._write():
+                await asyncio.sleep(PAUSE_S)
 
-    async def _write(self) -> None:
+    async def _write(self) -> bool:
+        """Whether nothing has to be tried again."""
         pending, self._pending = self._pending, {}
         # Failed grades are tried again, and what an engine gave up is made again.
         whole = [replace(pending[p], failure=None) for p in sorted(pending) if pending[p].ending is not Ending.ABORTED]
         if not whole:
-            return
+            return True
         try:
             await asyncio.to_thread(self._store_part, whole)
         except (RollError, OSError) as error:
             log.warning("%d finished trajectories could not be kept so far: %s", len(whole), error)
             self._pending = pending | self._pending
+            return False
+        return True
 
     def _store_part(self, trajectories: list[Trajectory]) -> None:
         data = encode_trajectories(trajectories)
