@@ -21,7 +21,8 @@ from roll_core.rollout.journal import Journal
 from roll_core.rollout.meters import Meter, Reading
 from roll_core.rollout.metrics import accuracy, describe
 from roll_core.rollout.renderer import CharacterRenderer
-from roll_core.rollout.scheduler import Finished, RolloutScheduler
+from roll_core.rollout.scheduler import RolloutScheduler
+from roll_core.rollout.stream import Finished
 from roll_core.seeds import derive_seed
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.rollouts import decode_trajectories, encode_trajectories
