@@ -166,6 +166,9 @@ class BatchSchedulerRole(SchedulerRole):
         self, config: RunConfig, run: RunRef, scratch: Path, engines: Sequence[EngineClient], graders: list[RemoteGrader]
     ):
         at_once = Round()
+        # Engines get the whole batch at once, and run what they have slots for.
+        rollout = config.rollout.model_copy(update={"slots_per_engine": config.rollout.num_trajectories})
+        config = config.model_copy(update={"rollout": rollout})
         super().__init__(config, run, scratch, [AllAtOnce(e.name, e, at_once) for e in engines], graders)  # type: ignore[arg-type, misc]
 
 
