@@ -159,6 +159,7 @@ class SchedulerRole:
         num_problems = self._config.evaluation.num_problems
         trajectories = await self._scheduler.evaluate(num_problems, self._config.deadlines.evaluate)
         refuse_if_none_graded(trajectories, f"evaluate version {weights_version}")
+        refuse_other_weights(trajectories, weights_version)
         return Evaluated(
             weights_version=weights_version,
             num_problems=num_problems,
@@ -200,3 +201,10 @@ def refuse_if_none_graded(trajectories: list[Trajectory], stage: str) -> None:
     failures = [t.failure for t in trajectories if t.failure is not None]
     if len(failures) == len(trajectories):
         raise RollError(f"{stage}: every trajectory failed, the first with: {failures[0].cause}")
+
+
+def refuse_other_weights(trajectories: list[Trajectory], weights_version: int) -> None:
+    """An evaluation speaks of one policy, also while engines take over another."""
+    versions = {version for t in trajectories for turn in t.turns for version in turn.weights_versions}
+    if versions - {weights_version}:
+        raise RollError(f"evaluate version {weights_version}: engines answered with versions {sorted(versions)}")

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,38 @@ def test_sampler_and_trainer_agree_on_the_gpu(architecture, precision, dtype, cl
     sampler_logprobs_N = torch.tensor([logprob for c in completions for logprob in c.sampler_logprobs])
     difference = (trained.logprobs(batch, Policy.CURRENT) - sampler_logprobs_N[batch.place_N]).abs()
     assert difference.max().item() < close
+
+
+def test_what_new_weights_interrupt_is_resumed_with_the_tokens_it_would_have_got():
+    """The same weights under another number, while all slots are busy."""
+    trained = backend(Precision.FLOAT32)
+    model = ScratchModel(max_positions=64, hidden_size=128, intermediate_size=384)
+    asked = [GenerationRequest(f"r{i}", (5, 6 + i % 9, 7), 40, 1.0, (), seed=i) for i in range(24)]
+
+    async def served(interrupts: bool) -> list[Completion]:
+        engine = TorchEngine(model, seed=0, num_slots=24, device=GPU, dtype=torch.float32)
+        await engine.adopt(WeightsUpdate(1, unpack(pack(trained.weights()))), InFlight.FINISH)
+        running = [asyncio.create_task(engine.generate(request)) for request in asked]
+        if not interrupts:
+            return await asyncio.gather(*running)
+        for _ in range(12):
+            await asyncio.sleep(0)
+        await engine.adopt(WeightsUpdate(2, unpack(pack(trained.weights()))), InFlight.RESUME)
+        parts = await asyncio.gather(*running)
+        assert all(0 < len(part.token_ids) < 40 for part in parts)
+        rest = [
+            engine.generate(replace(request, prefix_ids=part.token_ids)) for request, part in zip(asked, parts, strict=True)
+        ]
+        return [
+            replace(
+                part, token_ids=part.token_ids + end.token_ids, weights_versions=part.weights_versions + end.weights_versions
+            )
+            for part, end in zip(parts, await asyncio.gather(*rest), strict=True)
+        ]
+
+    whole, resumed = asyncio.run(served(interrupts=False)), asyncio.run(served(interrupts=True))
+    assert [c.token_ids for c in resumed] == [c.token_ids for c in whole]
+    assert {version for c in resumed for version in c.weights_versions} == {1, 2}
 
 
 LLAMA_TEACHER = {"kind": "pretrained", "model": {"kind": "scratch", "architecture": "llama", "max_positions": 32}}

@@ -59,7 +59,7 @@ def test_ctrl_c_leaves_a_resumable_run_and_says_how(workspace):
     process = workspace.start("run", str(workspace.config), "--set", "iterations=200")
     workspace.wait_for_iteration(2)
     os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=180)
     assert process.returncode == 130, output
     assert "roll resume tiny-1" in output
     assert "Traceback" not in output
