@@ -384,7 +384,8 @@ def main() -> None:
         tables.append(table(tail, [measure(tail, way, iterations) for way in ways]))
         print(tables[-1], flush=True)
     if options.output:
-        options.output.write_text("\n".join(tables))
+        said = ["# Scheduling against long tails", "", "```", (__doc__ or "").strip(), "```", ""]
+        options.output.write_text("\n".join([*said, *tables]))
 
 
 if __name__ == "__main__":
