@@ -12,11 +12,12 @@ tails, so that two cores can carry what would need a cluster:
     filtered  as rlvr, and groups whose rewards are equal are replaced: most are, since these completions are random
 
 Ways: batch-synchronous asks each engine for whole groups, grades when all attempts of the batch are done, and draws again
-for what the filter left out. Queue-scheduled grades each group as it comes; replicated asks for every attempt by itself;
-redundant keeps more groups in flight than it needs; asynchronous works ahead. The bound is what a simulation says: the real
-scheduler in virtual time, with the same attempts, and a trainer that takes what the real one took. Length distance is how
-far lengths that were trained on are from those of all attempts that were drawn (Kolmogorov and Smirnov's, with the chance to
-see such a one or a larger between samples of the same lengths).
+for what the filter left out; its agents act in step, each turn as long as its slowest environment. Queue-scheduled lets every
+attempt go its own way and grades each group as it comes; replicated asks for every attempt by itself; redundant keeps more
+groups in flight than it needs; asynchronous works ahead. The bound is what a simulation says: the real scheduler in virtual
+time, with the same attempts, and a trainer that takes what the real one took. Length distance is how far lengths that were
+trained on are from those of all attempts that were drawn (Kolmogorov and Smirnov's, with the chance to see such a one or a
+larger between samples of the same lengths).
 """
 
 import argparse
@@ -116,17 +117,30 @@ def config_of(tail: str, way: Way, iterations: int, folder: Path) -> RunConfig:
 
 
 # -------------------------------------------------------------------------------------------------- batch-synchronous
-class Round:
-    """Requests that are with engines; it is over when all are done."""
+def turns_of(latency: RehearsalInference, request: GenerationRequest) -> list[float]:
+    """Seconds of each turn of an attempt, its environment included; of what has no environment, of all of it."""
+    arrivals_T = course_of(latency, request).arrivals_T
+    turns = latency.environment.turns if latency.environment else 0
+    ends = [float(arrivals_T[(turn + 1) * len(arrivals_T) // (turns + 1)]) for turn in range(turns)]
+    return [end - begin for begin, end in pairwise([0.0, *ends, float(arrivals_T[-1])])]
 
-    def __init__(self) -> None:
+
+class Round:
+    """Requests that are with engines; it is over when all are done, and not before their turns, in step, would be."""
+
+    def __init__(self, latency: RehearsalInference) -> None:
+        self._latency = latency
         self._left = 0
         self._over = asyncio.Event()
 
-    def enter(self, count: int) -> None:
+    def enter(self, requests: list[GenerationRequest]) -> None:
         if not self._left:
-            self._over = asyncio.Event()
-        self._left += count
+            self._over, self._began, self._slowest = asyncio.Event(), time.monotonic(), [0.0]
+        self._left += len(requests)
+        for request in requests:
+            turns = turns_of(self._latency, request)
+            slowest = [*self._slowest, *[0.0] * (len(turns) - len(self._slowest))]
+            self._slowest = [max(pair) for pair in zip(slowest, turns, strict=True)]
 
     def done(self, count: int) -> None:
         self._left -= count
@@ -135,6 +149,7 @@ class Round:
 
     async def over(self) -> None:
         await self._over.wait()
+        await asyncio.sleep(max(0.0, self._began + math.fsum(self._slowest) - time.monotonic()))
 
 
 @dataclass(frozen=True)
@@ -146,7 +161,7 @@ class AllAtOnce:
     round: Round
 
     async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
-        self.round.enter(len(requests))
+        self.round.enter(requests)
         done: list[Completion] = []
         async for completions in self.engine.generate(requests):
             done += completions
@@ -165,7 +180,8 @@ class BatchSchedulerRole(SchedulerRole):
     def __init__(
         self, config: RunConfig, run: RunRef, scratch: Path, engines: Sequence[EngineClient], graders: list[RemoteGrader]
     ):
-        at_once = Round()
+        assert isinstance(config.inference, RehearsalInference)
+        at_once = Round(config.inference)
         # Engines get the whole batch at once, and run what they have slots for.
         rollout = config.rollout.model_copy(update={"slots_per_engine": config.rollout.num_trajectories})
         config = config.model_copy(update={"rollout": rollout})
@@ -256,6 +272,11 @@ def iterate(fleet: Fleet, config: RunConfig) -> list[Iteration]:
 
 
 # -------------------------------------------------------------------------------------------------- what was to be expected
+def rehearsed_request(config: RunConfig, problem: int, number: int) -> GenerationRequest:
+    seed = derive_seed(config.seed, "attempt", problem, number)
+    return GenerationRequest("", (0,), config.rollout.max_new_tokens, 1.0, STOP, seed)
+
+
 @dataclass(frozen=True)
 class Rehearsed:
     """The very attempts that the rehearsal engines were given, for a simulation."""
@@ -266,9 +287,7 @@ class Rehearsed:
     def demand(self, problem: int, number: int) -> Demand:
         latency = self.config.inference
         assert isinstance(latency, RehearsalInference)
-        seed = derive_seed(self.config.seed, "attempt", problem, number)
-        request = GenerationRequest("", (0,), self.config.rollout.max_new_tokens, 1.0, STOP, seed)
-        arrivals_T = course_of(latency, request).arrivals_T
+        arrivals_T = course_of(latency, rehearsed_request(self.config, problem, number)).arrivals_T
         generating = latency.seconds_to_first_token + latency.seconds_per_token * len(arrivals_T)
         return Demand(len(arrivals_T), float(arrivals_T[-1]) - generating)
 
@@ -290,15 +309,30 @@ def bound(measured: Measured) -> float:
         publish_seconds=measured.stage("publish"),
     )
     if measured.way.batch_synchronous:
-        return trainer.prepare.seconds + trainer.update.seconds + trainer.publish_seconds + longest(measured, work)
+        return trainer.prepare.seconds + trainer.update.seconds + trainer.publish_seconds + longest(measured)
     models = Models(EngineModel(latency.seconds_to_first_token, latency.seconds_per_token), GraderModel((0.0,)), trainer)
     predicted = simulate(config, models, work, config.iterations)
     return statistics.fmean(predicted.iteration_seconds[WARM_UP:])
 
 
-def longest(measured: Measured, work: Rehearsed) -> float:
-    """Mean over batches of the time of their longest attempt; a filter's further rounds are left out."""
-    return statistics.fmean(max(seconds) for seconds in batches(measured, work))
+def longest(measured: Measured) -> float:
+    """Mean over batches of the time of their turns in step, each as long as its slowest; further rounds are left out."""
+    config, latency = measured.config, measured.config.inference
+    assert isinstance(latency, RehearsalInference)
+
+    def turns(problem: int, number: int) -> list[float]:
+        return turns_of(latency, rehearsed_request(config, problem, number))
+
+    pages = [page for iteration in measured.counted if (page := iteration.collected.draws) is not None]
+    return statistics.fmean(
+        math.fsum(
+            max(turn)
+            for turn in zip(
+                *(turns(p, n) for p in range(page.first, page.next) for n in range(config.rollout.group_size)), strict=True
+            )
+        )
+        for page in pages
+    )
 
 
 def batches(measured: Measured, work: Rehearsed) -> list[list[float]]:
