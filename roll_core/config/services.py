@@ -70,7 +70,8 @@ class DeadlinesConfig(Section):
 class RetriesConfig(Section):
     """How failures that pass by themselves are repeated: a reward whose service is away, a stage that lost a connection.
 
-    The store has a limit of its own (store.retry_seconds). A role that died or is late ends the leg: the next is the retry.
+    The store has a limit of its own (store.retry_seconds). An engine or a reward worker that died is replaced; any
+    other role that died or is late ends the leg, and the next is the retry.
     """
 
     repeats: NonNegativeInt = 6

@@ -160,9 +160,9 @@ class _Simulation:
         with self._stage(f"publish {iteration}"):
             adoptions = (engine.adopt(iteration, config.rollout.in_flight, trainer.publish_seconds) for engine in engines)
             await asyncio.gather(*adoptions)
+            if sharing:
+                scheduler.resume(sharing)
             scheduler.adopted(iteration)
-        if sharing:
-            scheduler.resume(sharing)
         beside = 0.0
         for stage, every, lasts in (
             ("evaluate", config.evaluation.every, trainer.evaluate_seconds),

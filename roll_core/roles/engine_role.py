@@ -1,5 +1,6 @@
 """An inference engine as a Ray actor. Requests and completions travel in lists, since a call costs more than a token."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ class EngineRole:
             yield completions
 
     async def abort(self, request_ids: list[str]) -> None:
+        await asyncio.sleep(0)  # what came before this is with the engine then
         await self._engine.abort(*request_ids)
 
     async def adopt(self, version: int, buckets: list[ray.ObjectRef]) -> int:

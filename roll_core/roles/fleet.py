@@ -129,6 +129,8 @@ class Fleet:
         self._wake_engines()
         num_bytes = self._workforce.adopt(version, buckets)
         num_bytes |= self._replace(self._workforce.dead(known_alive=num_bytes), version, buckets)
+        if missing := [engine.name for engine in self._workforce.engines() if engine.name not in num_bytes]:
+            raise RoleDied(f"{', '.join(missing)} could not take over weights version {version}: who held them died")
         self._resume_engines()  # before anything is drawn, or all of it goes to those that were never paused
         self._from_scheduler(self._scheduler.adopted.remote(version), "publish", self._config.deadlines.publish)
         return Published(weights_version=version, weights_digest=digest, num_bytes=sum(num_bytes.values()))
@@ -269,7 +271,7 @@ class Fleet:
         if self._lent or not self._workforce.on_trainer_devices:
             return
         pausing = self._scheduler.pause.remote(self._workforce.on_trainer_devices)
-        self._from_scheduler(pausing, "publish", self._config.deadlines.publish)
+        self._from_scheduler(pausing, "publish", self._workforce.yielding_deadline_s)
         self._workforce.sleep()
         self._lent = True
 

@@ -79,6 +79,7 @@ class SchedulerRole:
         store = ObjectStore(run.store_uri, config.store.retry_seconds)
         self._spool = WriteBehind(store, scratch / "spool", config.store.spool_megabytes * 10**6)
         self._journal = Journal(store, run.run_id, config.store.unfinished_seconds)
+        self._watch: asyncio.Task[None] | None = None
         self._answers: dict[str, tuple[Collected, list[ray.ObjectRef]]] = {}
 
     async def start(self) -> None:
@@ -97,7 +98,6 @@ class SchedulerRole:
             finished=await asyncio.to_thread(self._journal.read),
             keep=self._journal.add,
         )
-        self._watch = asyncio.create_task(self._watch_engines())
         settle()
 
     async def collect(self, request: CollectRequest) -> tuple[Collected, list[ray.ObjectRef]]:
@@ -125,8 +125,8 @@ class SchedulerRole:
         refuse_if_none_graded(trajectories, f"collect {request.iteration}")
         collected = Collected(
             request=request,
-            trajectories=await self._keep(encode_trajectories(trajectories), ArtifactKind.TRAJECTORIES),
-            trace=await self._keep(encode_trace(rollout.trace), ArtifactKind.TRACE),
+            trajectories=await self._keep(trajectories),
+            trace=await asyncio.to_thread(lambda: self._spool.put(encode_trace(rollout.trace), ArtifactKind.TRACE)),
             draws=rollout.draws,
             num_trajectories=len(trajectories),
             num_failed=sum(t.failure is not None for t in trajectories),
@@ -137,7 +137,11 @@ class SchedulerRole:
         return collected, [ray.put(trajectories)]
 
     async def adopted(self, version: int) -> None:
-        """Every engine generates with these weights."""
+        """Every engine generates with these weights, and is there: from now on it has to answer."""
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._watch_engines())
+            if self._scheduler.forget_newer(version):
+                await self._journal.rewrite(self._scheduler.finished.values())
         self._scheduler.adopted(version)
 
     async def pause(self, engines: list[str]) -> None:
@@ -164,7 +168,7 @@ class SchedulerRole:
             weights_version=weights_version,
             num_problems=num_problems,
             accuracy=metrics.accuracy(trajectories),
-            trajectories=await self._keep(encode_trajectories(trajectories), ArtifactKind.TRAJECTORIES),
+            trajectories=await self._keep(trajectories),
             metrics={
                 "accuracy/held_out": metrics.accuracy(trajectories),
                 "accuracy/held_out_failed": float(sum(t.score is None for t in trajectories)),
@@ -187,13 +191,15 @@ class SchedulerRole:
             engine.end()
         except RoleDied:
             pass  # whoever needs it notices
+        except Exception:
+            log.exception("%s could not be asked whether it is there", engine.name)
 
     async def wait_until_stored(self, artifacts: list[ArtifactRef]) -> None:
         await asyncio.to_thread(self._spool.wait, artifacts, self._config.deadlines.store)
 
-    async def _keep(self, data: bytes, kind: ArtifactKind) -> ArtifactRef:
-        """On disk now, in the store before anything is committed that names it. Waits where the spool is full."""
-        return await asyncio.to_thread(self._spool.put, data, kind)
+    async def _keep(self, trajectories: list[Trajectory]) -> ArtifactRef:
+        """On disk now, in the store before anything is committed that names them. Waits where the spool is full."""
+        return await asyncio.to_thread(lambda: self._spool.put(encode_trajectories(trajectories), ArtifactKind.TRAJECTORIES))
 
 
 def refuse_if_none_graded(trajectories: list[Trajectory], stage: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
+from roll_core.config.rollout import InFlight
 from roll_core.config.run import RunConfig
 from roll_core.roles.engine_role import EngineRole
 from roll_core.roles.placement import Devices
@@ -28,6 +29,9 @@ log = logging.getLogger(__name__)
 class Workforce:
     def __init__(self, config: RunConfig, devices: Devices):
         self._deadlines = config.deadlines
+        finishes = config.rollout.in_flight is InFlight.FINISH
+        self.yielding_deadline_s = config.deadlines.publish + (config.deadlines.collect if finishes else 0.0)
+        """How long engines may take to make way for new weights or the trainer: what they are at may have to be finished."""
         self._makes: dict[str, Callable[[], ActorHandle]] = {}
         self._on_trainer_devices: list[str] = []
         for number, device in enumerate(config.placement.engines):
@@ -67,7 +71,7 @@ class Workforce:
     def adopt(self, version: int, buckets: list[ray.ObjectRef]) -> dict[str, int]:
         """Engines take over weights; bytes that each took. The dead are not among them."""
         adopting = {name: self.actors[name].adopt.remote(version, buckets) for name in self._engine_names}
-        return wait_for_survivors(adopting, "publish", self._deadlines.publish)
+        return wait_for_survivors(adopting, "publish", self.yielding_deadline_s)
 
     def dead(self, known_alive: Collection[str] = ()) -> list[str]:
         """Who does not live any more, engines and reward workers."""

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -50,12 +51,23 @@ class Journal:
         """Everything that was kept, by problem and attempt; of what was kept twice, what says more."""
         kept: dict[Place, Trajectory] = {}
         for part in self._parts():
-            data = self._store.read(part.name)
-            if digest_of(data).startswith(part.digest):
-                for t in decode_trajectories(data):
-                    if t.score is not None or (t.group, t.attempt) not in kept:
-                        kept[t.group, t.attempt] = t
+            for t in self._read_part(part):
+                if t.score is not None or (t.group, t.attempt) not in kept:
+                    kept[t.group, t.attempt] = t
         return kept
+
+    def _read_part(self, part: _Part) -> list[Trajectory]:
+        try:
+            data = self._store.read(part.name)
+            return decode_trajectories(data) if digest_of(data).startswith(part.digest) else []
+        except (FileNotFoundError, ValueError, KeyError) as error:  # gone meanwhile, or written by another version
+            log.warning("%s cannot be read, and is made again: %s", part.name, error)
+            return []
+
+    async def rewrite(self, trajectories: Iterable[Trajectory]) -> None:
+        """Keep these and nothing else."""
+        await asyncio.to_thread(self.forget_before, sys.maxsize)
+        await self.keep(trajectories)
 
     def add(self, trajectory: Trajectory) -> None:
         """Keep one, with others that come within some seconds."""

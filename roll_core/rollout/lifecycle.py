@@ -87,7 +87,7 @@ class Terms:
     redundant_groups: int = 0
     redundant_attempts: int = 0
     max_draws: int | None = None
-    """Most problems that a batch may use up."""
+    """Most problems that a batch may use up, beside those that are drawn ahead."""
     is_useful: IsUseful | None = None
     """None takes every group as it comes, one that nobody could grade included."""
 

@@ -167,7 +167,8 @@ class Router:
     def assign(self, group: int, request: GenerationRequest) -> str | None:
         """Give a request of a group to an engine, with the next `send`; None where all have enough for now."""
         home = self._home.get(group)
-        name = home if self._whole_groups and home in self._alive else self._choose(home)
+        stays = self._whole_groups and home in self._alive and home not in self._withdrawn
+        name = home if stays else self._choose(home)
         if name is None:
             return None
         expected = self._expected_tokens(request)

@@ -57,7 +57,8 @@ class RolloutScheduler:
         finished: Finished | None = None,
         keep: Keep = nobody,
     ):
-        """`finished` is what earlier legs had and no batch has used up; `keep` gets every trajectory that is complete."""
+        """`finished` is what earlier legs had and no batch has used up; `keep` gets every trajectory that was generated to
+        its end, and again when it is graded."""
         self._config = config
         self._seed = seed
         self._source = source
@@ -109,6 +110,14 @@ class RolloutScheduler:
             return (await self._next_batch(stream, deadline_s, "evaluate")).trajectories
         finally:
             await stream.close()
+
+    def forget_newer(self, version: int) -> int:
+        """A new leg begins with these weights: what an earlier one made by newer ones, which were never committed, is made
+        again. Says how many there were."""
+        newer = [place for place, t in self.finished.items() if max(_versions(t), default=0) > version]
+        for place in newer:
+            del self.finished[place]
+        return len(newer)
 
     def adopted(self, version: int) -> None:
         """Every engine has these weights: whatever is drawn from now on is by them."""

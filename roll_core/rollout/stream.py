@@ -148,12 +148,14 @@ class Stream:
 
     async def close(self) -> None:
         """End what engines have, and stop. One that does not answer is not waited for."""
-        with contextlib.suppress(TimeoutError, RollError):
-            async with asyncio.timeout(FAREWELL_S):
-                await self.withdraw(list(self.router.load), InFlight.RESUME)
-        self._task.cancel()
-        self.router.cancel()
-        self._pool.cancel()
+        try:
+            with contextlib.suppress(TimeoutError, RollError):
+                async with asyncio.timeout(FAREWELL_S):
+                    await self.withdraw(list(self.router.load), InFlight.RESUME)
+        finally:
+            self._task.cancel()
+            self.router.cancel()
+            self._pool.cancel()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -249,6 +251,7 @@ class Stream:
             self.lives.generated(place, len(whole.token_ids), self._now())
         elif whole.ending is not Ending.ABORTED:
             self._finished[place] = self._as_trajectory(self._attempts[place], whole)
+            self._keep(self._finished[place])
             self._generated(place, self._finished[place])
         else:
             self._interrupted(place, whole, num_new=len(completion.token_ids))

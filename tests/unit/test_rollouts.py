@@ -393,6 +393,23 @@ def test_what_is_kept_is_used_only_by_weights_that_may_have_made_it():
         assert len(engine.seen) == 12
 
 
+def test_a_new_leg_forgets_what_was_made_by_weights_that_were_never_committed():
+    """The engine's tokens are of version 3."""
+    fail(kept := journal(), scheduler([EchoEngine("a")], AbsentGrader()), RewardUnavailable)
+    leg = scheduler([EchoEngine("b")], finished=kept.read())
+    assert (leg.forget_newer(3), leg.forget_newer(2), leg.finished) == (0, 12, {})
+    asyncio.run(kept.rewrite(leg.finished.values()))
+    assert kept.read() == {}
+
+
+def test_what_is_generated_is_kept_before_it_is_graded():
+    kept: list[Trajectory] = []
+    whole = scheduler([EchoEngine("a")])
+    whole._keep = kept.append
+    asyncio.run(whole.collect(REQUEST, 5.0))
+    assert [t.score is None for t in kept] == [True] * 12 + [False] * 12
+
+
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:80] + b"?" + data[81:], lambda data: b""])
 def test_a_damaged_part_is_as_good_as_none(tmp_path, damage):
     kept = Journal(ObjectStore(f"file://{tmp_path}"), "run-1", seconds=0.0)

@@ -79,6 +79,15 @@ def test_an_engine_that_was_withdrawn_gets_nothing_until_it_is_given_back():
     assert routed(two, group=1, count=1) == ["a"]
 
 
+def test_a_whole_group_does_not_stay_with_an_engine_that_was_withdrawn():
+    two = router("a", "b", requests=Requests.GROUPED)
+    assert routed(two, group=0, count=1) == ["a"]
+    two.withdraw(["a"])
+    assert routed(two, group=0, count=2, first=1) == ["b"] * 2
+    two.withdraw(["b"])
+    assert routed(two, group=0, count=1, first=3) == [None]
+
+
 def test_whole_groups_come_back_when_their_last_is_done_and_single_attempts_at_once():
     def told(requests: Requests) -> list[list[str]]:
         async def run() -> list[list[str]]:

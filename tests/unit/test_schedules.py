@@ -25,6 +25,8 @@ from roll_core.types.trajectory import GREEDY_ATTEMPT, Ending, Failure, Message,
 
 FIRST_PROBLEM = 7
 MAX_DRAWS = 4
+ABORT_S = 0.5
+"""How long an engine may take to end what it is told to."""
 
 
 def schedules(count: int) -> settings:
@@ -119,10 +121,6 @@ def grade_of(seed: int, share_failing: float) -> Score | Failure:
     if rng.random() < share_failing:
         return Failure("grade", "boom")
     return Score(rng.choice([0.0, 0.5, 1.0]), False)
-
-
-class Killed(Exception):
-    """The process of the scheduler is no more."""
 
 
 class World:
@@ -242,7 +240,7 @@ class FakeEngine:
         del self.world.at_engines[request_id]
 
     async def abort(self, request_ids: list[str]) -> None:
-        await asyncio.sleep(self.world.rng.choice([0.0, 0.5]))
+        await asyncio.sleep(self.world.rng.choice([0.0, ABORT_S]))
         if asyncio.get_running_loop().time() >= self.dies_at:
             raise RoleDied(f"{self.name} died while generating")
         await self.admits.wait()
@@ -327,14 +325,17 @@ async def leg(schedule: Schedule, run: Run, world: World) -> None:
             rollout = await scheduler.collect(request, 1e6)
             if schedule.pauses:
                 paused = world.rng.sample([e.name for e in world.engines], world.rng.randint(1, len(world.engines)))
+                asked_at = asyncio.get_running_loop().time()
                 await scheduler.pause(paused)
+                if schedule.in_flight is not InFlight.FINISH:
+                    assert asyncio.get_running_loop().time() <= asked_at + ABORT_S, "an engine was given more to do"
                 running = {engine.name for engine in world.engines if engine.running}
                 assert not running & set(paused), "an engine was not left alone"
             await asyncio.sleep(world.rng.uniform(0.0, 6.0))
             await world.adopt(version + 1)
-            scheduler.adopted(version + 1)
             if schedule.pauses:
                 scheduler.resume(paused)
+            scheduler.adopted(version + 1)
             await asyncio.sleep(world.rng.choice([0.0, 1.0]))
             run.committed.append(rollout)
     except (RoleDied, RewardUnavailable):
@@ -466,4 +467,7 @@ def test_with_redundancy_batches_are_whole_and_everything_else_is_accounted_for(
             )
             if schedule.filtered:
                 assert math.fsum(rewards) / len(rewards) >= 0.4
-        assert rollout.metrics["rollout/wasted_tokens"] >= 0.0
+        wasted = sum(attempt.num_tokens for attempt in rollout.trace if attempt.fate not in (Fate.TRAINED, Fate.FAILED))
+        alone = sum(t.num_completion_tokens for t in rollout.trajectories if t.failure is not None)
+        failed = sum(attempt.num_tokens for attempt in rollout.trace if attempt.fate is Fate.FAILED)
+        assert rollout.metrics["rollout/wasted_tokens"] == wasted + failed - alone
