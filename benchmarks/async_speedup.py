@@ -14,10 +14,10 @@ tails, so that two cores can carry what would need a cluster:
 Ways: batch-synchronous asks each engine for whole groups, grades when all attempts of the batch are done, and draws again
 for what the filter left out; its agents act in step, each turn as long as its slowest environment. Queue-scheduled lets
 every attempt go its own way and grades each group as it comes; replicated asks for every attempt by itself; redundant keeps
-more groups in flight than it needs; asynchronous works ahead. The bound is what a simulation says: the real scheduler in virtual
-time, with the same attempts, and a trainer that takes what the real one took. Length distance is how far lengths that were
-trained on are from those of all attempts that were drawn (Kolmogorov and Smirnov's, with the chance to see such a one or a
-larger between samples of the same lengths).
+more groups in flight than it needs; asynchronous works ahead. Simulated is the real scheduler in virtual time, with the same
+attempts, and a trainer that takes what the real one took. Length distance is how far lengths that were trained on are from
+those of all attempts that were drawn (Kolmogorov and Smirnov's, with the chance to see such a one between samples of the same
+lengths).
 """
 
 import argparse

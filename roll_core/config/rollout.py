@@ -71,8 +71,8 @@ class RolloutConfig(Section):
     filter: GroupFilter | None = None
     """Groups to leave out and replace; null trains on all of them."""
     max_draws: float = Field(default=8.0, ge=1.0)
-    """Most problems that a filter may use up in an iteration, as a multiple of num_groups, beside those that are drawn ahead;
-    then the iteration fails."""
+    """Most problems that a filter may use up in an iteration, as a multiple of num_groups, beside those drawn ahead; then
+    the iteration fails."""
     redundant_groups: NonNegativeInt = 0
     """Further problems in flight: the first num_groups to be complete are trained on, the rest is aborted. Shortens the wait
     for the slowest; what is trained on then depends on timing, and leans towards short completions."""

@@ -144,6 +144,13 @@ def _seconds_by_stage(events: Sequence[StageEvent]) -> dict[str, dict[int, float
     return seconds
 
 
+OF_TIME = (
+    *("throughput/", "engine/", "grader/", "rollout/queue_", "rollout/buffer_"),
+    *("rollout/interruptions",),  # an attempt that went on after its engine had died
+)
+"""Metrics that say how long things took, or how much there was at once: not what came out."""
+
+
 def differences(unbroken: Sequence[Manifest], broken: Sequence[Manifest]) -> tuple[str, ...]:
     """What is not the same to the bit: weights, rollouts (token ids, logprobs, scores), what became of every problem, and
     every metric but times."""
@@ -175,7 +182,7 @@ def _quantities(manifest: Manifest) -> dict[str, str]:
 
 
 def _measures_time(name: str) -> bool:
-    return name.startswith("throughput/") or "seconds" in name
+    return name.startswith(OF_TIME) or "seconds" in name
 
 
 def generated_again(chain: Sequence[Manifest], events: Sequence[StageEvent]) -> tuple[str, ...]:

@@ -107,7 +107,14 @@ def test_the_kills_of_a_run_are_met_one_after_the_other():
 
 
 def test_runs_that_differ_in_legs_and_times_alone_are_equal():
-    ours = [manifest(1, leg=3, metrics={"update/loss": 0.25, "throughput/tokens_per_second": 3.0}, timings={"update": 9.0})]
+    ours = [
+        manifest(
+            1,
+            leg=3,
+            metrics={"update/loss": 0.25, "throughput/tokens_per_second": 3.0, "engine/busy": 0.4},
+            timings={"update": 9.0},
+        )
+    ]
     assert differences([manifest(1)], ours) == ()
     bad = {"update/loss": math.nan}
     assert differences([manifest(1, metrics=bad)], [manifest(1, metrics=bad)]) == ()
