@@ -16,8 +16,7 @@ for what the filter left out; its agents act in step, each turn as long as its s
 every attempt go its own way and grades each group as it comes; replicated asks for every attempt by itself; redundant keeps
 more groups in flight than it needs; asynchronous works ahead. Simulated is the real scheduler in virtual time, with the same
 attempts, and a trainer that takes what the real one took. Length distance is how far lengths that were trained on are from
-those of all attempts that were drawn (Kolmogorov and Smirnov's, with the chance to see such a one between samples of the same
-lengths).
+those of all attempts that were drawn (Kolmogorov and Smirnov's, with the chance to see such a one between equals).
 """
 
 import argparse
