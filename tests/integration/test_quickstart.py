@@ -86,7 +86,7 @@ def test_mlflow_holds_one_finished_run_with_its_curves_config_and_samples(finish
     history = client.get_metric_history(run.info.run_id, "reward/mean")
     assert sorted(point.step for point in history) == list(range(1, ITERATIONS + 1))
     artifacts = {item.path for item in client.list_artifacts(run.info.run_id)}
-    assert {"config.json", "manifests", "trajectories"} <= artifacts
+    assert {"config.json", "manifests", "trajectories", "timeline"} <= artifacts
 
 
 def test_the_report_is_a_page_with_the_headline(finished):
