@@ -2,7 +2,7 @@
 # make test         everything: set-up, checks, unit and integration tests
 # make check        the fast half: format, lint, types, import contracts, unit tests
 # make docs         write docs/algorithms.md from the catalogue
-# make chaos        kill everything everywhere, compare with an unbroken run, write docs/chaos.md; about twenty minutes
+# make chaos        kill everything everywhere, compare with an unbroken run, write docs/chaos.md; up to an hour on two cores
 # make test-gpu     the backend and the engine on a GPU, where there is one
 
 PYTHON ?= python3
