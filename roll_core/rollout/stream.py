@@ -239,8 +239,9 @@ class Stream:
             case NotGenerated():
                 self._came_to_nothing([self._place_of[request_id] for request_id in event.request_ids], event.error)
             case Answered():
+                now = self._now()  # the same for all of a call, which is how a trace shows what was graded together
                 for item, answer in event.answers:
-                    self._answered(item, answer)
+                    self._answered(item, answer, now)
             case NotGraded():
                 self._came_to_nothing([_place(trajectory) for _, trajectory in event.items], event.error)
 
@@ -273,7 +274,7 @@ class Stream:
         elif trajectory.failure is not None:
             self.lives.graded(place, None, self._now())
 
-    def _answered(self, item: Item, answer: Answer) -> None:
+    def _answered(self, item: Item, answer: Answer, now: float) -> None:
         _, trajectory = item
         place = _place(trajectory)
         if not self.lives.awaits_grade(place):
@@ -283,7 +284,7 @@ class Stream:
             return
         self._finished[place] = _graded(trajectory, answer)
         self._keep(self._finished[place])
-        self.lives.graded(place, answer.value if isinstance(answer, Score) else None, self._now())
+        self.lives.graded(place, answer.value if isinstance(answer, Score) else None, now)
 
     def _came_to_nothing(self, places: list[Place], error: BaseException) -> None:
         """Somebody else may still do what the dead cannot; any other failure is the stage's."""

@@ -393,6 +393,13 @@ def test_what_is_kept_is_used_only_by_weights_that_may_have_made_it():
         assert len(engine.seen) == 12
 
 
+def test_what_was_graded_in_one_call_has_the_same_times_in_the_trace():
+    """By the clock of the world, which goes on between two answers: a fit tells calls apart by their times."""
+    trace = asyncio.run(scheduler([EchoEngine("a")]).collect(REQUEST, 5.0)).trace
+    assert len(trace) == 12
+    assert len({(attempt.grading_at, attempt.graded_at) for attempt in trace}) == 1
+
+
 def test_a_new_leg_forgets_what_was_made_by_weights_that_were_never_committed():
     """The engine's tokens are of version 3."""
     fail(kept := journal(), scheduler([EchoEngine("a")], AbsentGrader()), RewardUnavailable)
