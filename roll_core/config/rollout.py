@@ -41,11 +41,17 @@ class GroupFilter(Section):
     """Leave out groups with a lower mean reward: too hard."""
     max_mean: float | None = None
     """Leave out groups with a higher mean reward: too easy."""
+    predicate: str | None = None
+    """A function of yours, as package.module:function: it is given the rewards of a group, in a list, and says whether to
+    train on it. Asked last, and only about groups that pass the rest. It must give the same answer again: it is asked
+    once more after a resume."""
 
     @model_validator(mode="after")
     def _says_something(self):
-        if not self.equal_rewards and self.min_spread is None and self.min_mean is None and self.max_mean is None:
-            raise ValueError("it leaves nothing out: set equal_rewards, min_spread, min_mean or max_mean, or make it null")
+        if self == GroupFilter.model_construct():
+            raise ValueError(
+                "it leaves nothing out: set equal_rewards, min_spread, min_mean, max_mean or predicate, or make it null"
+            )
         if self.min_mean is not None and self.max_mean is not None and self.min_mean > self.max_mean:
             raise ValueError(f"min_mean ({self.min_mean}) must not be above max_mean ({self.max_mean})")
         return self

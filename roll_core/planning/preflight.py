@@ -10,6 +10,7 @@ from roll_core.config.services import Launcher
 from roll_core.config.teachers import PretrainedTeacher, RunTeacher, TeacherConfig
 from roll_core.data.problem_source import build_source
 from roll_core.errors import UserError
+from roll_core.rollout.filter import build_filter
 from roll_core.rollout.renderer import build_renderer
 from roll_core.store.checkpoints import checkpoint_iterations
 from roll_core.store.object_store import ObjectStore
@@ -24,6 +25,8 @@ def check_ready(config: RunConfig) -> None:
     _check_devices(config)
     _check_prompts(config)
     _check_domains(config)
+    if config.rollout.filter is not None:
+        build_filter(config.rollout.filter)  # its predicate can be imported
     ObjectStore(config.store.uri).check_writable()
     check_origins(config)
     _check_folder("work_dir", Path(config.work_dir))

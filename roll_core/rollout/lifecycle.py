@@ -261,23 +261,17 @@ class Lifecycle:
 
     def generated(self, place: Place, num_tokens: int, now: float) -> None:
         """An engine is done with it: to its end, or because it was told to abort. It has so many tokens now."""
-        life = self._attempts[place]
-        self._leave_engine(life, num_tokens, now)
-        if life.state is State.ABORTING:
-            self._move(life, State.ABORTED, now)
-            return
-        self._move(life, State.GENERATED, now)
-        self._to_grade.append(life)
+        life = self._given_back(place, num_tokens, now)
+        if life is not None:
+            self._move(life, State.GENERATED, now)
+            self._to_grade.append(life)
 
     def interrupted(self, place: Place, num_tokens: int, now: float) -> None:
         """An engine gave it back before its end, with so many tokens: it is next to go on."""
-        life = self._attempts[place]
-        self._leave_engine(life, num_tokens, now)
-        if life.state is State.ABORTING:
-            self._move(life, State.ABORTED, now)
-            return
-        self._move(life, State.QUEUED, now)
-        self._queue.appendleft(life)
+        life = self._given_back(place, num_tokens, now)
+        if life is not None:
+            self._move(life, State.QUEUED, now)
+            self._queue.appendleft(life)
 
     def graded(self, place: Place, reward: float | None, now: float) -> None:
         """It has a grade, or (None) is known to get none. Too late for one whose group was decided: that says nothing."""
@@ -402,6 +396,15 @@ class Lifecycle:
         life.history.append((state, now))
         if state is State.ABORTED and life.place[0] < self._cursor:
             del self._attempts[life.place]
+
+    def _given_back(self, place: Place, num_tokens: int, now: float) -> AttemptLife | None:
+        """By its engine; None if it is not needed any more."""
+        life = self._attempts[place]
+        self._leave_engine(life, num_tokens, now)
+        if life.state is not State.ABORTING:
+            return life
+        self._move(life, State.ABORTED, now)
+        return None
 
     def _leave_engine(self, life: AttemptLife, num_tokens: int, now: float) -> None:
         since = next(at for state, at in reversed(life.history) if state is State.GENERATING)

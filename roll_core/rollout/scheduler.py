@@ -8,13 +8,12 @@ put where the caller can see it, so that a failure costs nothing generated.
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from roll_core.config.rollout import RolloutConfig
 from roll_core.data.problem_source import ProblemSource
 from roll_core.errors import DeadlineExceeded
 from roll_core.inference.requests import Completion, GenerationRequest
-from roll_core.rollout.filter import is_useful
+from roll_core.rollout.filter import build_filter
 from roll_core.rollout.lifecycle import Lifecycle, Place, Terms
 from roll_core.rollout.meters import Meters
 from roll_core.rollout.metrics import describe_page
@@ -174,7 +173,7 @@ class RolloutScheduler:
             redundant_groups=config.redundant_groups,
             redundant_attempts=config.redundant_attempts,
             max_draws=int(config.max_draws * request.num_groups) + config.redundant_groups,
-            is_useful=None if config.filter is None else partial(is_useful, config.filter),
+            is_useful=None if config.filter is None else build_filter(config.filter),
         )
         self._forget_unfit(request, terms)
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from roll_core.config.rollout import GroupFilter, RolloutConfig
-from roll_core.rollout.filter import is_useful
+from roll_core.rollout.filter import build_filter
 from roll_core.rollout.lifecycle import NEXT, GroupLife, Lifecycle, Page, Place, State, Terms
 from roll_core.rollout.metrics import describe_page
 from roll_core.types.manifest import DrawOutcome
@@ -157,7 +157,7 @@ def test_an_impossible_transition_names_the_attempt(impossible, says):
     ],
 )
 def test_filters_by_hand(keep, rewards, useful):
-    assert is_useful(keep, rewards) is useful
+    assert build_filter(keep)(rewards) is useful
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,25 @@
 """Trajectories as Parquet, problems by seed, rewards, and the scheduler with engines and graders made for the test."""
 
 import asyncio
+import importlib
+import sys
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import pyarrow.parquet as pq
 import pytest
 
 from roll_core.config.problems import ArithmeticProblems, JsonlProblems, Puzzle
-from roll_core.config.rollout import RolloutConfig
+from roll_core.config.rollout import GroupFilter, RolloutConfig
 from roll_core.data.arithmetic import ArithmeticSource
 from roll_core.data.jsonl import JsonlSource
-from roll_core.errors import DeadlineExceeded, RewardError, RewardUnavailable, RoleDied, UserError
+from roll_core.errors import DeadlineExceeded, RewardError, RewardUnavailable, RoleDied, RollError, UserError
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.models import characters
 from roll_core.rewards.exact_match import ExactMatchReward, matching_share
 from roll_core.rewards.number_match import NumberMatchReward
+from roll_core.rollout.filter import build_filter
 from roll_core.rollout.journal import Journal
 from roll_core.rollout.meters import Meter, Reading
 from roll_core.rollout.metrics import accuracy, describe
@@ -184,9 +187,14 @@ class ExactGrader:
         ]
 
 
-def scheduler(engines: list[EchoEngine], *graders: ExactGrader, finished: Finished | None = None) -> RolloutScheduler:
+def scheduler(
+    engines: list[EchoEngine],
+    *graders: ExactGrader,
+    finished: Finished | None = None,
+    group_filter: GroupFilter | None = None,
+) -> RolloutScheduler:
     return RolloutScheduler(
-        RolloutConfig(num_groups=4, group_size=3, max_new_tokens=8),
+        RolloutConfig(num_groups=4, group_size=3, max_new_tokens=8, filter=group_filter),
         seed=0,
         source=ArithmeticSource(ArithmeticProblems(digits=4), seed=0),
         renderer=CharacterRenderer(),
@@ -220,6 +228,48 @@ def test_a_grader_that_fails_costs_that_trajectory_only():
     assert all(t.score is None for t in failed)
     assert describe(trajectories, 3)["rollout/failed"] == 4.0
     assert describe(trajectories, 3)["reward/mean"] == 0.5
+
+
+def test_a_filter_of_the_users_decides_which_groups_are_trained_on(their_module):
+    their_module("asked = []\ndef every_other(rewards):\n    asked.append(rewards)\n    return len(asked) % 2 == 0\n")
+    keep = GroupFilter(predicate="their_filters:every_other")
+    batch = asyncio.run(scheduler([EchoEngine("a")], group_filter=keep).collect(REQUEST, 5.0))
+    outcomes = batch.draws.outcomes
+    assert sorted(outcomes) == sorted("tf" * 4)
+    assert [t.group for t in batch.trajectories[::3]] == [place for place, letter in enumerate(outcomes) if letter == "t"]
+    assert importlib.import_module("their_filters").asked == [[0.5] * 3] * 8
+
+
+def test_a_filter_of_the_users_that_raises_ends_the_stage_with_its_name_and_the_rewards(their_module):
+    their_module("def broken(rewards):\n    return rewards[7]\n")
+    failing = scheduler([EchoEngine("a")], group_filter=GroupFilter(predicate="their_filters:broken"))
+    with pytest.raises(
+        RollError, match=r"predicate: their_filters:broken failed for the rewards \[0.5, 0.5, 0.5\]: IndexError"
+    ):
+        asyncio.run(failing.collect(REQUEST, 5.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("their_filters.keep", "'their_filters.keep' must be written like package.module:function"),
+        ("no_such_module:keep", "no_such_module cannot be imported .* put its folder on PYTHONPATH"),
+        ("their_filters:absent", "their_filters has no function 'absent'"),
+        ("their_filters:number", "their_filters has no function 'number'"),
+    ],
+)
+def test_a_filter_of_the_users_that_cannot_be_found_is_one_sentence(their_module, name, says):
+    their_module("number = 1\n")
+    with pytest.raises(UserError, match=f"^rollout.filter.predicate: {says}"):
+        build_filter(GroupFilter(predicate=name))
+
+
+@pytest.fixture
+def their_module(tmp_path, monkeypatch) -> Iterator[Callable[[str], object]]:
+    """Write a module as a user would bring it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    yield (tmp_path / "their_filters.py").write_text
+    sys.modules.pop("their_filters", None)
 
 
 def test_a_deadline_names_the_engine_that_is_late():

@@ -1,0 +1,24 @@
+"""Functions that users bring, named in the config as `package.module:function`."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from roll_core.errors import UserError, one_line
+
+
+def load_function(key: str, name: str) -> Callable[..., Any]:
+    """The function that the config names under `key`; whatever is wrong with it is one sentence."""
+    module_name, colon, function_name = name.partition(":")
+    if not module_name or not colon or not function_name.isidentifier():
+        raise UserError(f"{key}: '{name}' must be written like package.module:function")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # their module runs when it is imported
+        raise UserError(
+            f"{key}: {module_name} cannot be imported ({one_line(error)}): install it, or put its folder on PYTHONPATH"
+        ) from None
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise UserError(f"{key}: {module_name} has no function '{function_name}'")
+    return function
