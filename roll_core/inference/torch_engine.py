@@ -15,10 +15,12 @@ from torch import Tensor
 
 from roll_core.config.model import ModelConfig
 from roll_core.config.rollout import InFlight
+from roll_core.errors import WeightsMismatch
 from roll_core.inference.base import WeightsUpdate
-from roll_core.inference.randomness import uniforms
 from roll_core.inference.requests import Completion, GenerationRequest
+from roll_core.inference.sampling import draw
 from roll_core.models.causal_lm import build_model
+from roll_core.models.checkpoint_names import as_checkpoint
 from roll_core.types.trajectory import Ending
 
 PREFILL_TOKENS = 32_768
@@ -112,7 +114,7 @@ class TorchEngine:
         self._num_slots = num_slots
         self._device = device
         self._model = build_model(model, seed).to(device, dtype).eval().requires_grad_(False)
-        self._parameters = dict(self._model.named_parameters())
+        self._parameters = dict(as_checkpoint(self._model.named_parameters()))
         self._cache: _SlotCache | None = None
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
@@ -139,9 +141,9 @@ class TorchEngine:
         self._drop_finished()
 
     async def adopt(self, weights: WeightsUpdate, in_flight: InFlight) -> None:
+        self._admitting = False
         match in_flight:
             case InFlight.FINISH:
-                self._admitting = False
                 await asyncio.gather(*(s.done for s in self._running))
             case InFlight.RESUME:
                 for sequence in self._running:
@@ -164,7 +166,7 @@ class TorchEngine:
 
     async def wake(self) -> None:
         self._model.to(self._device)
-        self._parameters = dict(self._model.named_parameters())
+        self._parameters = dict(as_checkpoint(self._model.named_parameters()))
 
     @torch.no_grad()
     def _load(self, weights: WeightsUpdate) -> None:
@@ -172,7 +174,12 @@ class TorchEngine:
         for name, tensor in weights.tensors:
             self._parameters[name].copy_(tensor)
             missing.discard(name)
-        assert not missing, f"weights version {weights.version} lacks {sorted(missing)}"
+        if missing:
+            raise WeightsMismatch(f"weights version {weights.version} lacks {', '.join(sorted(missing))}")
+        for sample in weights.check.samples if weights.check else ():
+            held = self._parameters[sample.name][..., list(sample.columns)]
+            if not torch.equal(held, sample.values.to(held)):
+                raise WeightsMismatch(f"weights version {weights.version} differs from the trainer's: {sample.name}")
 
     def _ensure_stepping(self) -> None:
         if self._loop_task is None or self._loop_task.done():
@@ -261,20 +268,16 @@ class TorchEngine:
         return self._model.get_output_embeddings()(hidden_BH).float()
 
     def _sample(self, sequences: list[_Sequence], logits_BV: Tensor) -> None:
-        """Inverse-CDF sampling with each request's own random numbers: independent of who shares the batch."""
+        """The next token of each, with its logprob at the temperature it was drawn at."""
         temperatures = [s.request.temperature for s in sequences]
         scale_B1 = torch.tensor([[t or 1.0] for t in temperatures], device=self._device)
         logprobs_BV = (logits_BV / scale_B1).log_softmax(dim=-1)
         seeds_B = np.array([s.request.seed for s in sequences], dtype=np.uint64)
         places_B = np.array([s.place for s in sequences], dtype=np.uint64)
-        uniforms_B = torch.from_numpy(uniforms(seeds_B, places_B)).to(self._device)
-        cumulative_BV = logprobs_BV.double().exp().cumsum(dim=-1)
-        drawn_B1 = torch.searchsorted(cumulative_BV, uniforms_B[:, None] * cumulative_BV[:, -1:], right=True)
-        drawn_B1 = drawn_B1.clamp(max=logits_BV.shape[-1] - 1)
-        greedy_B1 = torch.tensor([[t == 0] for t in temperatures], device=self._device)
-        tokens_B1 = torch.where(greedy_B1, logits_BV.argmax(dim=-1, keepdim=True), drawn_B1)
-        chosen_B = logprobs_BV.gather(1, tokens_B1).squeeze(1)
-        for sequence, token, logprob in zip(sequences, tokens_B1.squeeze(1).tolist(), chosen_B.tolist(), strict=True):
+        greedy_B = torch.tensor([t == 0 for t in temperatures], device=self._device)
+        tokens_B = torch.where(greedy_B, logits_BV.argmax(dim=-1), draw(logprobs_BV, seeds_B, places_B))
+        chosen_B = logprobs_BV.gather(1, tokens_B[:, None]).squeeze(1)
+        for sequence, token, logprob in zip(sequences, tokens_B.tolist(), chosen_B.tolist(), strict=True):
             sequence.token_ids.append(token)
             sequence.logprobs.append(logprob)
             sequence.versions.append(self._version)

@@ -2,6 +2,7 @@
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
@@ -9,6 +10,8 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from roll_core.config.model import Architecture, ModelConfig, PretrainedModel, ScratchModel
@@ -25,6 +28,15 @@ def build_model(config: ModelConfig, seed: int) -> PreTrainedModel:
             return AutoModelForCausalLM.from_pretrained(
                 config.path, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
             )
+
+
+def model_config(config: ModelConfig) -> PretrainedConfig:
+    """What Hugging Face calls the model's config."""
+    match config:
+        case ScratchModel():
+            return scratch_config(config)
+        case PretrainedModel():
+            return AutoConfig.from_pretrained(config.path, local_files_only=True)
 
 
 def scratch_config(config: ScratchModel) -> PretrainedConfig:
@@ -48,6 +60,15 @@ def scratch_config(config: ScratchModel) -> PretrainedConfig:
     match config.architecture:
         case Architecture.QWEN3:
             return Qwen3Config(**sizes, architectures=["Qwen3ForCausalLM"])
+        case Architecture.QWEN3_MOE:
+            return Qwen3MoeConfig(
+                **sizes,
+                architectures=["Qwen3MoeForCausalLM"],
+                moe_intermediate_size=config.intermediate_size,
+                num_experts=config.num_experts,
+                num_experts_per_tok=config.experts_per_token,
+                norm_topk_prob=True,
+            )
         case Architecture.LLAMA:
             return LlamaConfig(**sizes, architectures=["LlamaForCausalLM"])
 
@@ -58,5 +79,7 @@ def _from_scratch(config: ScratchModel, seed: int) -> PreTrainedModel:
         match config.architecture:
             case Architecture.QWEN3:
                 return Qwen3ForCausalLM(scratch_config(config))
+            case Architecture.QWEN3_MOE:
+                return Qwen3MoeForCausalLM(scratch_config(config))
             case Architecture.LLAMA:
                 return LlamaForCausalLM(scratch_config(config))

@@ -19,6 +19,7 @@ from ray.actor import ActorHandle
 from roll_core.config.placement import DeviceKind
 from roll_core.config.run import RunConfig
 from roll_core.errors import RoleDied, RollError
+from roll_core.roles.bucketed import Bucketed
 from roll_core.roles.placement import reserve_devices
 from roll_core.roles.scheduler_role import SchedulerRole
 from roll_core.roles.trainer_rank import BESIDE, TrainerRank
@@ -125,19 +126,19 @@ class Fleet:
         return updated
 
     def publish(self, version: int) -> Published:
-        buckets, digest = self._bucket_weights()
+        weights = self._bucket_weights(version)
         self._wake_engines()
-        num_bytes = self._workforce.adopt(version, buckets)
-        num_bytes |= self._replace(self._workforce.dead(known_alive=num_bytes), version, buckets)
+        num_bytes = self._workforce.adopt(weights)
+        num_bytes |= self._replace(self._workforce.dead(known_alive=num_bytes), weights)
         if missing := [engine.name for engine in self._workforce.engines() if engine.name not in num_bytes]:
             raise RoleDied(f"{', '.join(missing)} could not take over weights version {version}: who held them died")
         self._resume_engines()  # before anything is drawn, or all of it goes to those that were never paused
         self._from_scheduler(self._scheduler.adopted.remote(version), "publish", self._config.deadlines.publish)
-        return Published(weights_version=version, weights_digest=digest, num_bytes=sum(num_bytes.values()))
+        return Published(weights_version=version, weights_digest=weights.digest, num_bytes=sum(num_bytes.values()))
 
     def weights_digest(self) -> str:
         """Of the policy the trainer holds now."""
-        return self._bucket_weights()[1]
+        return self._bucket_weights(version=0).digest
 
     def evaluate(self, weights_version: int) -> Evaluated:
         self._lend_devices_to_engines()
@@ -255,8 +256,8 @@ class Fleet:
         draft.write_text(json.dumps(processes, indent=1))
         os.replace(draft, self._leg_dir / "processes.json")
 
-    def _bucket_weights(self) -> tuple[list[ray.ObjectRef], str]:
-        calls = {name: rank.bucket_weights.remote() for name, rank in self._ranks.items()}
+    def _bucket_weights(self, version: int) -> Bucketed:
+        calls = {name: rank.bucket_weights.remote(version) for name, rank in self._ranks.items()}
         return self._from_rank_0(wait_for(calls, "publish", self._config.deadlines.publish))
 
     def _batch(self, collected: Collected) -> tuple[Collected, ray.ObjectRef | None]:
@@ -301,13 +302,13 @@ class Fleet:
                 dead = self._workforce.dead()
                 if not dead:
                     raise
-                self._replace(dead, version, self._bucket_weights()[0])
+                self._replace(dead, self._bucket_weights(version))
         return self._from_scheduler(ask(), stage, 1.1 * deadline_s)
 
-    def _replace(self, dead: list[str], version: int, buckets: list[ray.ObjectRef]) -> dict[str, int]:
+    def _replace(self, dead: list[str], weights: Bucketed) -> dict[str, int]:
         if not dead:
             return {}
-        num_bytes = self._workforce.replace(dead, version, buckets)
+        num_bytes = self._workforce.replace(dead, weights)
         welcome = self._scheduler.welcome.remote(self._workforce.engines(dead), self._workforce.graders(dead))
         self._from_scheduler(welcome, "start", self._config.deadlines.start)
         self._write_process_list()

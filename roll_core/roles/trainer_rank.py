@@ -16,6 +16,7 @@ from roll_core.config.algorithm import Distillation
 from roll_core.config.run import RunConfig
 from roll_core.data.ledger import draws_of
 from roll_core.errors import RollError
+from roll_core.roles.bucketed import Bucketed
 from roll_core.roles.process import settle
 from roll_core.store.checkpoints import checkpoints_of, download_files, upload_files
 from roll_core.store.object_store import ObjectStore
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
     from roll_core.training.base import Snapshot
     from roll_core.training.learner import PreparedBatch
-    from roll_core.weights.buckets import WeightsBucket
 
 Answer = TypeVar("Answer")
 BESIDE = "beside"
@@ -130,16 +130,19 @@ class TrainerRank:
 
         return self._once(f"update_critic/{collected.request.request_id}", steps)
 
-    def bucket_weights(self) -> tuple[list[ray.ObjectRef], str]:
-        """The current weights in the object store, as references, and their digest; rank 0 answers, the others help."""
+    def bucket_weights(self, version: int) -> Bucketed | None:
+        """The current weights in the object store, under this number; rank 0 answers, the others help."""
         from roll_core.weights.buckets import WeightsDigest, pack
+        from roll_core.weights.checks import Watch
 
-        digest = WeightsDigest()
-        references = []
-        for bucket in pack(self._learner.weights()) if self._rank == 0 else self._gathered_elsewhere():
+        if self._rank != 0:
+            self._help_to_gather()
+            return None
+        digest, watch, references = WeightsDigest(), Watch(version), []
+        for bucket in pack(watch.over(self._learner.weights())):
             digest.add(bucket)
             references.append(ray.put(bucket))
-        return references, digest.hexdigest()
+        return Bucketed(version, tuple(references), ray.put(watch.check), digest.hexdigest())
 
     def export(self, folder: Path) -> str:
         """The current policy as a Hugging Face folder, and the digest of its weights; rank 0 writes, the others help."""
@@ -156,7 +159,7 @@ class TrainerRank:
         if self._rank == 0:
             write_folder(self._config.model, weights(), folder)
         else:
-            self._gathered_elsewhere()
+            self._help_to_gather()
         return digest.hexdigest()
 
     def copy_state(self) -> None:
@@ -171,11 +174,10 @@ class TrainerRank:
         folder = self._scratch / f"checkpoint-{iteration}"
         return upload_files(self._store, folder, snapshot(folder))
 
-    def _gathered_elsewhere(self) -> list["WeightsBucket"]:
+    def _help_to_gather(self) -> None:
         """Take part in gathering weights that another rank keeps."""
         for _ in self._learner.weights():
             pass
-        return []
 
     def _once(self, request_id: str, act: Callable[[], Answer]) -> Answer:
         if request_id not in self._answers:

@@ -13,6 +13,7 @@ from ray.actor import ActorHandle
 
 from roll_core.config.rollout import InFlight
 from roll_core.config.run import RunConfig
+from roll_core.roles.bucketed import Bucketed
 from roll_core.roles.engine_role import EngineRole
 from roll_core.roles.placement import Devices
 from roll_core.roles.reward_role import RewardRole
@@ -68,9 +69,9 @@ class Workforce:
     def wake(self) -> None:
         self._of_engines_that_share(lambda engine: engine.wake.remote())
 
-    def adopt(self, version: int, buckets: list[ray.ObjectRef]) -> dict[str, int]:
+    def adopt(self, weights: Bucketed) -> dict[str, int]:
         """Engines take over weights; bytes that each took. The dead are not among them."""
-        adopting = {name: self.actors[name].adopt.remote(version, buckets) for name in self._engine_names}
+        adopting = {name: self.actors[name].adopt.remote(weights) for name in self._engine_names}
         return wait_for_survivors(adopting, "publish", self.yielding_deadline_s)
 
     def dead(self, known_alive: Collection[str] = ()) -> list[str]:
@@ -80,11 +81,11 @@ class Workforce:
         alive = wait_for_survivors(asked, "start", self._deadlines.start)
         return [name for name in doubtful if name not in alive]
 
-    def replace(self, dead: Sequence[str], version: int, buckets: list[ray.ObjectRef]) -> dict[str, int]:
+    def replace(self, dead: Sequence[str], weights: Bucketed) -> dict[str, int]:
         """Successors of these, engines with the policy's weights; bytes that each took over."""
         successors = {name: self._makes[name]() for name in dead}
         wait_for({name: actor.start.remote() for name, actor in successors.items()}, "start", self._deadlines.start)
-        adopting = {n: actor.adopt.remote(version, buckets) for n, actor in successors.items() if n in self._engine_names}
+        adopting = {n: actor.adopt.remote(weights) for n, actor in successors.items() if n in self._engine_names}
         num_bytes = wait_for(adopting, "publish", self._deadlines.publish)
         self.actors |= successors
         log.warning("%s: replaced", ", ".join(dead))

@@ -14,6 +14,7 @@ from roll_core.algorithms.inputs import LossFn, LossInputs
 from roll_core.batching.micro_batch import MicroBatch
 from roll_core.config.model import ModelConfig
 from roll_core.errors import RollError
+from roll_core.models.checkpoint_names import as_checkpoint
 from roll_core.training.base import Policy
 from roll_core.training.scorer import Reference, Scored, TokenScorer
 from roll_core.training.torch_trained import TorchSettings, TorchTrained, whole, world_size
@@ -52,8 +53,8 @@ class TorchBackend(TorchTrained):
         self._backward(loss(loss_inputs(batch, scored)), len(scored.logprobs_N))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._scorer.model.named_parameters():
-            yield name, whole(parameter.detach())
+        parameters = self._scorer.model.named_parameters()
+        return as_checkpoint((name, whole(parameter.detach())) for name, parameter in parameters)
 
     def load_frozen(self, name: str, folder: Path) -> None:
         frozen = _build_scorer(self._model_config, self._settings)

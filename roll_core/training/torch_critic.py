@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from roll_core.algorithms.inputs import ValueInputs, ValueLossFn
 from roll_core.batching.micro_batch import MicroBatch
 from roll_core.config.model import ModelConfig
+from roll_core.models.checkpoint_names import as_parameters
 from roll_core.training.base import Values
 from roll_core.training.scorer import last_hidden_states
 from roll_core.training.torch_trained import TorchSettings, TorchTrained
@@ -67,6 +68,6 @@ class TorchCritic(TorchTrained):
     def adopt(self, policy_weights: Iterator[tuple[str, Tensor]]) -> None:
         prefix = self._scorer.prefix
         ours: dict[str, Any] = {
-            name.removeprefix(prefix): tensor for name, tensor in policy_weights if name.startswith(prefix)
+            name.removeprefix(prefix): tensor for name, tensor in as_parameters(policy_weights) if name.startswith(prefix)
         }
         set_model_state_dict(self._scorer.model, ours, options=StateDictOptions(full_state_dict=True))

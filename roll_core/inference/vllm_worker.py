@@ -1,0 +1,174 @@
+"""Inside vLLM's worker process, and all that depends on vLLM's insides: loading weights while it lives, reading them back,
+drawing tokens by seed and place, and ending with the process that started it. `vllm_engine` calls it by name.
+
+vLLM keeps weights in other shapes than Hugging Face does: q, k and v in one matrix, gate and up in another, and on CPUs
+packed for a matrix library, where nothing can be read but through a product. So weights are read back by what they do: the
+columns of a linear layer are what it answers to unit vectors.
+Shapes: B sequences, V vocabulary, C columns, I input features, O output features.
+"""
+
+import os
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from roll_core.inference.base import WeightsSample
+from roll_core.inference.sampling import draw
+
+PLACE = "place"
+"""The key of a request's extra arguments under which the place of its first new token is."""
+PARENT_CHECK_S = 1.0
+
+
+class WorkerExtension:
+    """Methods that vLLM's worker is given: `self` is the worker."""
+
+    model_runner: Any
+    vllm_config: Any
+    device: torch.device
+
+    def roll_begin(self) -> None:
+        """Once, before the first request."""
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+        if not self.vllm_config.use_v2_model_runner:  # the second runner draws by seed and position by itself
+            self.model_runner.sampler.topk_topp_sampler = _SeededSampler(self.model_runner)
+
+    def roll_begin_weights(self) -> None:
+        model = self.model_runner.model
+        _forget_packed_experts(model)
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(model)
+
+    def roll_load_weights(self, path: str, size: int, entries: list[tuple[str, str, list[int], int]]) -> None:
+        """Tensors that lie one after another in a file in memory; each entry is a name, a dtype, a shape and a start."""
+        flat = torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for name, dtype_name, shape, start in entries:
+                dtype: torch.dtype = getattr(torch, dtype_name)
+                end = start + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+                # A copy: a layer's tensors are kept until it has all of them, and the file is used again before that.
+                yield name, flat[start:end].to(self.device, copy=True).view(dtype).reshape(shape)
+
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.model.load_weights(tensors())
+
+    def roll_finish_weights(self) -> None:
+        model = self.model_runner.model
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
+        _repack_embeddings(model)
+
+    def roll_differences(self, pickled_samples: bytes) -> list[str]:
+        """Which of these weights are not what the samples say, and by how much."""
+        samples: list[WeightsSample] = pickle.loads(pickled_samples)
+        found = []
+        for sample in samples:
+            for place, values in _readings(self.model_runner.model, sample):
+                expected = sample.values.to(values.device, values.dtype)
+                if not torch.equal(values, expected):
+                    by = (values - expected).abs().max().item()
+                    found.append(f"{sample.name} (as {place}) by up to {by:.3g}")
+        return found
+
+
+class _SeededSampler(nn.Module):
+    """Stands where vLLM's random sampler stands: gets logits at their temperature, answers tokens and logprobs."""
+
+    def __init__(self, model_runner: Any):
+        super().__init__()
+        self._requests = model_runner.requests
+        self._batch = lambda: model_runner.input_batch
+
+    def forward(
+        self, logits_BV: Tensor, _generators: object, top_k: Tensor | None, top_p: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        assert (top_k, top_p) == (None, None), "tokens are drawn from the full distribution"
+        requests = [self._requests[request_id] for request_id in self._batch().req_ids[: len(logits_BV)]]
+        logprobs_BV = logits_BV.log_softmax(dim=-1, dtype=torch.float32)
+        seeds_B = np.array([request.sampling_params.seed or 0 for request in requests], dtype=np.uint64)
+        places_B = [len(r.output_token_ids) + (r.sampling_params.extra_args or {}).get(PLACE, 0) for r in requests]
+        return draw(logprobs_BV, seeds_B, np.array(places_B, dtype=np.uint64)), logprobs_BV
+
+
+def _end_with_parent(parent: int) -> None:
+    """vLLM's engine process outlives a parent that was killed, and would keep its memory."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK_S)
+    os._exit(1)
+
+
+def _forget_packed_experts(model: nn.Module) -> None:
+    """On CPUs experts are packed when their kernel is first built, and only then: without it, it is built again."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def _repack_embeddings(model: nn.Module) -> None:
+    """On CPUs a head that is tied to the embedding keeps a packed copy, which loading the embedding leaves as it was."""
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+# ---------------------------------------------------------------------------------------------------- reading back
+def _readings(model: Any, sample: WeightsSample) -> Iterator[tuple[str, Tensor]]:
+    """The sampled columns wherever the model keeps them, each with the name of the place. Nothing for experts, which are
+    packed in ways that no product with a unit vector shows."""
+    modules = dict(model.named_modules())
+    path, _, kind = sample.name.rpartition(".")
+    columns_C = torch.tensor(sample.columns)
+    if path in modules:
+        yield path, _columns(modules[path], kind, columns_C)
+    else:
+        parent, _, leaf = path.rpartition(".")
+        for fused, parts in model.packed_modules_mapping.items():
+            if leaf in parts and f"{parent}.{fused}" in modules:
+                module = modules[f"{parent}.{fused}"]
+                whole = _columns(module, kind, columns_C)
+                yield f"{parent}.{fused}", whole[_rows(module, parts.index(leaf))]
+    if path.endswith("embed_tokens") and model.config.tie_word_embeddings:
+        yield "the output head", _answers(modules["lm_head"], columns_C)
+
+
+def _columns(module: Any, kind: str, columns_C: Tensor) -> Tensor:
+    if isinstance(module, VocabParallelEmbedding):
+        return module.weight[: module.org_vocab_size, columns_C.to(module.weight.device)]
+    if kind == "weight" and isinstance(module, LinearBase):
+        return _answers(module, columns_C)
+    parameter: Tensor = getattr(module, kind)
+    return parameter[..., columns_C.to(parameter.device)]
+
+
+def _answers(module: Any, columns_C: Tensor) -> Tensor:
+    """Columns of a linear layer [O, C]: what it answers to unit vectors. Exact, since all other products are zero."""
+    features = module.embedding_dim if isinstance(module, VocabParallelEmbedding) else module.input_size
+    like = next(module.parameters())
+    units_CI = nn.functional.one_hot(columns_C.to(like.device), features).to(like.dtype)
+    answers_CO = module.quant_method.apply(module, units_CI, bias=None)
+    rows = module.org_vocab_size if isinstance(module, VocabParallelEmbedding) else answers_CO.shape[1]
+    return answers_CO[:, :rows].T
+
+
+def _rows(module: Any, part: int) -> slice:
+    """Where a part of a fused matrix lies."""
+    if isinstance(module, QKVParallelLinear):
+        queries, keys = module.num_heads * module.head_size, module.num_kv_heads * module.head_size
+        sizes = [queries, keys, keys]
+    else:
+        sizes = list(module.output_sizes)
+    start = sum(sizes[:part])
+    return slice(start, start + sizes[part])

@@ -1,0 +1,57 @@
+"""What proves that engines hold the trainer's weights: every name, and columns of some tensors, taken before they travel.
+
+Which tensors and which columns depends on the version, so that over several updates all are looked at.
+"""
+
+import heapq
+import random
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+
+from roll_core.inference.base import WeightsCheck, WeightsSample
+from roll_core.models.checkpoint_names import is_experts
+from roll_core.seeds import derive_seed
+
+TENSORS, COLUMNS = 8, 16
+"""Looked at in each update: a mistake in names or layout touches many tensors and shows at once, and it costs nothing."""
+
+
+class Watch:
+    """Sees tensors go by, each once, and remembers what to compare the engine's with.
+
+    watch = Watch(version=3)
+    buckets = list(pack(watch.over(backend.weights())))
+    watch.check                                     # WeightsCheck(names=("model.embed_tokens.weight", ...), samples=...)
+    """
+
+    def __init__(self, version: int):
+        self._version = version
+        self._names: list[str] = []
+        self._chosen: dict[bool, list[tuple[int, WeightsSample]]] = {False: [], True: []}
+        """By whether they are an expert's: most tensors of a mixture are, and others would hardly ever be chosen."""
+
+    def over(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            self._names.append(name)
+            self._consider(name, tensor)
+            yield name, tensor
+
+    @property
+    def check(self) -> WeightsCheck:
+        samples = tuple(sample for chosen in self._chosen.values() for _, sample in chosen)
+        return WeightsCheck(tuple(self._names), samples)
+
+    def _consider(self, name: str, tensor: Tensor) -> None:
+        """The tensors with the highest lots are chosen."""
+        chosen, lot = self._chosen[is_experts(name)], derive_seed(self._version, "weights check", name)
+        if len(chosen) < TENSORS:
+            heapq.heappush(chosen, (lot, _sample(name, tensor, lot)))
+        elif lot > chosen[0][0]:
+            heapq.heapreplace(chosen, (lot, _sample(name, tensor, lot)))
+
+
+def _sample(name: str, tensor: Tensor, seed: int) -> WeightsSample:
+    width = tensor.shape[-1]
+    columns = sorted(random.Random(seed).sample(range(width), min(COLUMNS, width)))
+    return WeightsSample(name, tuple(columns), tensor.detach()[..., columns].cpu())
