@@ -130,6 +130,7 @@ class VllmEngine:
         if device.type == "cpu":
             os.environ.update(_ENVIRONMENT, OMP_NUM_THREADS=str(num_threads))
         self._llm = _start_vllm(model, config, num_slots, device, dtype)
+        self._draws_by_position = self._llm.vllm_config.use_v2_model_runner
 
     async def generate(self, request: GenerationRequest) -> Completion:
         longest = len(request.prompt_ids) + request.max_new_tokens
@@ -225,7 +226,7 @@ class VllmEngine:
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
-        from roll_core.inference.vllm_worker import PLACE
+        from roll_core.inference.vllm_worker import PLACE, SEED
 
         if sequence.interrupted:
             return Ending.ABORTED
@@ -237,11 +238,11 @@ class VllmEngine:
             max_tokens=request.max_new_tokens - len(request.prefix_ids),
             stop_token_ids=list(request.stop_token_ids),
             ignore_eos=True,
-            seed=request.seed,
+            seed=request.seed if self._draws_by_position else None,
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={PLACE: len(request.prefix_ids)},
+            extra_args={SEED: request.seed, PLACE: len(request.prefix_ids)},
         )
         prompt = TokensPrompt(prompt_token_ids=list(request.context_ids))
         answer = await self._llm.add_request(sequence.name, prompt, sampling)

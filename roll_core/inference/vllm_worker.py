@@ -26,8 +26,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from roll_core.inference.base import WeightsSample
 from roll_core.inference.sampling import draw
 
-PLACE = "place"
-"""The key of a request's extra arguments under which the place of its first new token is."""
+SEED, PLACE = "seed", "place"
+"""Keys of a request's extra arguments: what its random numbers depend on, and the place of its first new token. They are not
+its `seed` to vLLM, which on CPUs dies of one when a prompt is computed in parts."""
 PARENT_CHECK_S = 1.0
 
 
@@ -41,7 +42,7 @@ class WorkerExtension:
     def roll_begin(self) -> None:
         """Once, before the first request."""
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-        if not self.vllm_config.use_v2_model_runner:  # the second runner draws by seed and position by itself
+        if not self.vllm_config.use_v2_model_runner:  # which draws by seed and position, too
             self.model_runner.sampler.topk_topp_sampler = _SeededSampler(self.model_runner)
 
     def roll_begin_weights(self) -> None:
@@ -97,8 +98,9 @@ class _SeededSampler(nn.Module):
         assert (top_k, top_p) == (None, None), "tokens are drawn from the full distribution"
         requests = [self._requests[request_id] for request_id in self._batch().req_ids[: len(logits_BV)]]
         logprobs_BV = logits_BV.log_softmax(dim=-1, dtype=torch.float32)
-        seeds_B = np.array([request.sampling_params.seed or 0 for request in requests], dtype=np.uint64)
-        places_B = [len(r.output_token_ids) + (r.sampling_params.extra_args or {}).get(PLACE, 0) for r in requests]
+        extra = [request.sampling_params.extra_args for request in requests]
+        seeds_B = np.array([arguments[SEED] for arguments in extra], dtype=np.uint64)
+        places_B = [arguments[PLACE] + len(r.output_token_ids) for arguments, r in zip(extra, requests, strict=True)]
         return draw(logprobs_BV, seeds_B, np.array(places_B, dtype=np.uint64)), logprobs_BV
 
 

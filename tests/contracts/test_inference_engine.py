@@ -142,7 +142,7 @@ class VllmSubject(Subject):
     async def engine(self, num_slots: int = 64) -> InferenceEngine:
         if self._engine is None:
             self._engine = VllmEngine(
-                model(self.architecture), VllmInference(), num_slots=64, device=CPU, dtype=torch.float32, num_threads=1
+                model(self.architecture), VllmInference(), num_slots=128, device=CPU, dtype=torch.float32, num_threads=1
             )
         self._engine._num_slots = num_slots
         await self._engine.adopt(update(0, seed=0, architecture=self.architecture), InFlight.FINISH)
@@ -198,6 +198,16 @@ def test_tokens_do_not_depend_on_how_many_sequences_share_the_engine(subject, nu
     alone = subject.run_all(asked, num_slots=1)
     together = subject.run_all(asked, num_slots)
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+
+
+def test_prompts_too_many_for_one_step_are_computed_in_parts(subject):
+    """4,096 tokens of prompts at once, twice what vLLM takes in a step."""
+    asked = [
+        GenerationRequest(str(i), tuple(random.Random(i).choices(range(5, 60), k=32)), 8, 1.0, NO_STOP, seed=i)
+        for i in range(128)
+    ]
+    alone = subject.run_all(asked, num_slots=16)
+    assert [c.token_ids for c in subject.run_all(asked, num_slots=128)] == [c.token_ids for c in alone]
 
 
 def test_a_seed_gives_its_tokens_again_and_another_seed_others(subject):
