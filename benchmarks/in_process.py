@@ -20,7 +20,7 @@ from torch import Tensor
 
 from roll_core.config.rollout import InFlight
 from roll_core.config.run import RunConfig
-from roll_core.inference.base import WeightsUpdate
+from roll_core.inference.base import WeightsUpdate, adopt
 from roll_core.inference.torch_engine import TorchEngine
 from roll_core.models.causal_lm import build_model
 from roll_core.roles.reward_role import RewardRole
@@ -83,7 +83,7 @@ def held_out_accuracy(config: RunConfig, weights: Weights) -> float:
 
 async def _held_out_accuracy(config: RunConfig, weights: Weights) -> float:
     engine = _open_engine(config)
-    await engine.adopt(WeightsUpdate(0, weights.items()), InFlight.FINISH)
+    await adopt(engine, WeightsUpdate(0, weights.items()), InFlight.FINISH)
     scheduler = _open_scheduler(config, engine)
     return metrics.accuracy(await scheduler.evaluate(config.evaluation.num_problems, config.deadlines.evaluate))
 
@@ -131,7 +131,7 @@ class _Loop:
 
     async def publish(self, version: int) -> None:
         await self.engine.sleep()
-        await self.engine.adopt(WeightsUpdate(version, self.learner.weights()), InFlight.FINISH)
+        await adopt(self.engine, WeightsUpdate(version, self.learner.weights()), InFlight.FINISH)
 
 
 def _open_engine(config: RunConfig) -> TorchEngine:

@@ -7,7 +7,7 @@ import torch
 
 from roll_core.config.rollout import InFlight
 from roll_core.config.run import RunConfig
-from roll_core.inference.base import WeightsUpdate
+from roll_core.inference.base import WeightsUpdate, adopt
 from roll_core.inference.torch_engine import TorchEngine
 from roll_core.roles.reward_role import RewardRole
 from roll_core.rollout.in_process import scheduler_in_process
@@ -35,7 +35,7 @@ class InProcess:
         config = self._config
         # A new engine every time: asyncio's primitives belong to the loop they were made in.
         engine = TorchEngine(config.model, seed=0, num_slots=64, device=torch.device("cpu"), dtype=torch.float32)
-        await engine.adopt(WeightsUpdate(iteration - 1, self.learner.weights()), InFlight.FINISH)
+        await adopt(engine, WeightsUpdate(iteration - 1, self.learner.weights()), InFlight.FINISH)
         scheduler = scheduler_in_process(config, engine, RewardRole(config))
         groups = config.rollout.num_groups
         request = CollectRequest(

@@ -8,7 +8,7 @@ from roll_core.config.algorithm import AlgorithmConfig, Grpo
 from roll_core.config.base import Section
 from roll_core.config.inference import InferenceConfig, TorchInference
 from roll_core.config.model import ModelConfig, ScratchModel
-from roll_core.config.placement import ClusterConfig, PlacementConfig
+from roll_core.config.placement import ClusterConfig, DeviceKind, PlacementConfig
 from roll_core.config.problems import ArithmeticProblems, ExactMatch, ProblemsConfig, RewardConfig
 from roll_core.config.rollout import RolloutConfig
 from roll_core.config.services import (
@@ -60,6 +60,11 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
     work_dir: str = "roll-data/work"
     """Scratch folder on a disk every node of a leg can reach: logs, the stage cache, the metrics spool."""
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether every engine is on a GPU that a trainer rank is on: weights need not leave it."""
+        return self.cluster.device is DeviceKind.CUDA and set(self.placement.engines) <= set(self.placement.trainer)
 
     @property
     def total_optimizer_steps(self) -> int:

@@ -10,37 +10,8 @@ from roll_core.inference.requests import Completion, GenerationRequest
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-@dataclass(frozen=True, eq=False)
-class WeightsSample:
-    """Some columns of a tensor, as the trainer has them.
-
-    Example: WeightsSample("model.layers.0.mlp.up_proj.weight", columns=(3, 17), values=<192 x 2>)
-    """
-
-    name: str
-    columns: tuple[int, ...]
-    """Of its last dimension."""
-    values: "Tensor"
-
-
-@dataclass(frozen=True)
-class WeightsCheck:
-    """What an engine's weights are compared with once it has taken them over."""
-
-    names: tuple[str, ...]
-    """Of all tensors."""
-    samples: tuple[WeightsSample, ...]
-
-
-@dataclass(frozen=True)
-class WeightsUpdate:
-    """A numbered policy, tensor by tensor under Hugging Face names."""
-
-    version: int
-    tensors: "Iterable[tuple[str, Tensor]]"
-    check: WeightsCheck | None = None
-    """None takes the tensors as they come: for what never left the process."""
+    from roll_core.weights.buckets import Bucket
+    from roll_core.weights.checks import WeightsCheck
 
 
 class InferenceEngine(Protocol):
@@ -50,11 +21,18 @@ class InferenceEngine(Protocol):
         """End requests now; their completions have what was generated and end with ABORTED. Unknown ids are ignored."""
         ...
 
-    async def adopt(self, weights: WeightsUpdate, in_flight: InFlight) -> None:
-        """Take over new weights. Requests that wait without a slot wait on, and begin with the new ones.
+    async def begin_update(self, in_flight: InFlight) -> None:
+        """Make way for new weights. What is being generated ends or waits, as the policy says; what has no slot yet waits,
+        and begins with the new weights."""
+        ...
 
-        Raises WeightsMismatch if they are not what the check says, and then serves nobody until it is given others.
-        """
+    async def load(self, bucket: "Bucket") -> None:
+        """Take over some tensors. When it answers, the bucket's memory is used for the next."""
+        ...
+
+    async def finish_update(self, version: int, check: "WeightsCheck | None") -> None:
+        """Serve again, by these weights. Raises WeightsMismatch if they are not what the check says, and then serves nobody
+        until an update succeeds. Without a check they are taken as they came: for what never left the process."""
         ...
 
     async def sleep(self) -> None:
@@ -62,3 +40,22 @@ class InferenceEngine(Protocol):
         ...
 
     async def wake(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class WeightsUpdate:
+    """A numbered policy, tensor by tensor under Hugging Face names."""
+
+    version: int
+    tensors: "Iterable[tuple[str, Tensor]]"
+    check: "WeightsCheck | None" = None
+
+
+async def adopt(engine: InferenceEngine, weights: WeightsUpdate, in_flight: InFlight) -> None:
+    """A whole update, for whoever holds weights and engine in one process."""
+    from roll_core.weights.buckets import pack
+
+    await engine.begin_update(in_flight)
+    for bucket in pack(weights.tensors):
+        await engine.load(bucket)
+    await engine.finish_update(weights.version, weights.check)

@@ -10,17 +10,21 @@ from collections import deque
 from dataclasses import dataclass, field
 from math import exp, log
 from statistics import NormalDist
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from roll_core.config.inference import RehearsalInference
 from roll_core.config.rollout import InFlight
-from roll_core.inference.base import WeightsUpdate
 from roll_core.inference.randomness import uniforms
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.models.characters import VOCABULARY
 from roll_core.seeds import derive_seed
 from roll_core.types.trajectory import Ending
+
+if TYPE_CHECKING:
+    from roll_core.weights.buckets import Bucket
+    from roll_core.weights.checks import WeightsCheck
 
 NUM_TOKENS = len(VOCABULARY)
 """Ids below this are drawn: the smallest vocabulary there is, so that every model and renderer knows them."""
@@ -145,7 +149,7 @@ class RehearsalEngine:
     async def abort(self, *request_ids: str) -> None:
         self._interrupt([s for s in [*self._waiting, *self._running] if s.request.request_id in request_ids])
 
-    async def adopt(self, weights: WeightsUpdate, in_flight: InFlight) -> None:
+    async def begin_update(self, in_flight: InFlight) -> None:
         self._admitting = False
         match in_flight:
             case InFlight.FINISH:
@@ -154,12 +158,16 @@ class RehearsalEngine:
                 self._interrupt(list(self._running))
             case InFlight.CONTINUE:
                 pass
-        for _ in weights.tensors:
-            pass  # one after another, as an engine with a model would take them
+
+    async def load(self, bucket: "Bucket") -> None:
+        del bucket
+
+    async def finish_update(self, version: int, check: "WeightsCheck | None") -> None:
+        del check  # there is no model to compare it with
         now = asyncio.get_running_loop().time()
         for sequence in self._running:
             sequence.credit(sequence.num_there(now), self._version)
-        self._version = weights.version
+        self._version = version
         self._admitting = True
         self._fill_slots()
 

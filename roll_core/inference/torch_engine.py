@@ -16,12 +16,13 @@ from torch import Tensor
 from roll_core.config.model import ModelConfig
 from roll_core.config.rollout import InFlight
 from roll_core.errors import WeightsMismatch
-from roll_core.inference.base import WeightsUpdate
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.sampling import draw
 from roll_core.models.causal_lm import build_model
 from roll_core.models.checkpoint_names import as_checkpoint
 from roll_core.types.trajectory import Ending
+from roll_core.weights.buckets import Bucket, unpack
+from roll_core.weights.checks import WeightsCheck
 
 PREFILL_TOKENS = 32_768
 """Most tokens of contexts, padding included, in one forward pass. All that were interrupted come back together, each with a
@@ -120,6 +121,9 @@ class TorchEngine:
         self._running: list[_Sequence] = []
         self._version = 0
         self._admitting = True
+        self._changing = False
+        """Weights are: nothing is computed with some of them new and some old."""
+        self._missing: set[str] = set()
         self._loop_task: asyncio.Task[None] | None = None
 
     async def generate(self, request: GenerationRequest) -> Completion:
@@ -140,7 +144,7 @@ class TorchEngine:
         self._waiting = deque(s for s in self._waiting if not s.done.done())
         self._drop_finished()
 
-    async def adopt(self, weights: WeightsUpdate, in_flight: InFlight) -> None:
+    async def begin_update(self, in_flight: InFlight) -> None:
         self._admitting = False
         match in_flight:
             case InFlight.FINISH:
@@ -151,9 +155,24 @@ class TorchEngine:
                 self._drop_finished()
             case InFlight.CONTINUE:
                 pass
-        self._load(weights)
-        self._version = weights.version
-        self._admitting = True
+        self._changing = True
+        self._missing = set(self._parameters)
+
+    @torch.no_grad()
+    async def load(self, bucket: Bucket) -> None:
+        for name, tensor in unpack([bucket]):
+            self._parameters[name].copy_(tensor)
+            self._missing.discard(name)
+
+    async def finish_update(self, version: int, check: WeightsCheck | None) -> None:
+        if self._missing:
+            raise WeightsMismatch(f"weights version {version} lacks {', '.join(sorted(self._missing))}")
+        for sample in check.samples if check else ():
+            held = self._parameters[sample.name][..., list(sample.columns)]
+            if not torch.equal(held, sample.values.to(held)):
+                raise WeightsMismatch(f"weights version {version} differs from the trainer's: {sample.name}")
+        self._version = version
+        self._admitting, self._changing = True, False
         self._ensure_stepping()
 
     async def sleep(self) -> None:
@@ -167,19 +186,6 @@ class TorchEngine:
     async def wake(self) -> None:
         self._model.to(self._device)
         self._parameters = dict(as_checkpoint(self._model.named_parameters()))
-
-    @torch.no_grad()
-    def _load(self, weights: WeightsUpdate) -> None:
-        missing = set(self._parameters)
-        for name, tensor in weights.tensors:
-            self._parameters[name].copy_(tensor)
-            missing.discard(name)
-        if missing:
-            raise WeightsMismatch(f"weights version {weights.version} lacks {', '.join(sorted(missing))}")
-        for sample in weights.check.samples if weights.check else ():
-            held = self._parameters[sample.name][..., list(sample.columns)]
-            if not torch.equal(held, sample.values.to(held)):
-                raise WeightsMismatch(f"weights version {weights.version} differs from the trainer's: {sample.name}")
 
     def _ensure_stepping(self) -> None:
         if self._loop_task is None or self._loop_task.done():
@@ -199,7 +205,7 @@ class TorchEngine:
 
     async def _step_until_idle(self) -> None:
         """Between steps the event loop runs, so that requests, aborts and new weights come in."""
-        while self._running or (self._waiting and self._admitting):
+        while not self._changing and (self._running or (self._waiting and self._admitting)):
             if self._running:
                 self._decode()
             if self._waiting and self._admitting and len(self._running) < self._num_slots:

@@ -11,7 +11,7 @@ import os
 import pickle
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -19,24 +19,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from roll_core.config.inference import VllmInference
 from roll_core.config.model import ModelConfig, PretrainedModel, ScratchModel
 from roll_core.config.rollout import InFlight
 from roll_core.errors import EngineDied, UserError, WeightsMismatch
-from roll_core.inference.base import WeightsCheck, WeightsUpdate
 from roll_core.inference.requests import Completion, GenerationRequest
+from roll_core.inference.vllm_terms import PLACE, SEED
 from roll_core.models.causal_lm import model_config
 from roll_core.types.trajectory import Ending
+from roll_core.weights.buckets import Bucket, DeviceBucket, WeightsBucket
+from roll_core.weights.checks import WeightsCheck
 
 SUPPORTED = ("0.26", "0.32")
 """Versions of vLLM that the contract suite was run with: 0.26 on CUDA, 0.32 on CPUs."""
-PASSAGE_BYTES = 256 * 1024**2
-"""Of the file in memory through which tensors reach vLLM's process; one that is larger gets a larger file."""
 WORKER = "roll_core.inference.vllm_worker.WorkerExtension"
 """What vLLM's worker is extended by, where it runs."""
-_ALIGNMENT = 64
 _CPU_BLOCK_TOKENS = 128
 """vLLM's cache on CPUs is given out in blocks of so many tokens."""
 _ENVIRONMENT = {
@@ -127,6 +125,7 @@ class VllmEngine:
         self._version: int | None = None
         self._adopted = asyncio.Event()
         self._begun = False
+        self._loaded: list[str] = []
         if device.type == "cpu":
             os.environ.update(_ENVIRONMENT, OMP_NUM_THREADS=str(num_threads))
         self._llm = _start_vllm(model, config, num_slots, device, dtype)
@@ -158,27 +157,42 @@ class VllmEngine:
         await self._interrupt(unwanted)
         await asyncio.gather(*(s.done for s in unwanted), return_exceptions=True)
 
-    async def adopt(self, weights: WeightsUpdate, in_flight: InFlight) -> None:
+    async def begin_update(self, in_flight: InFlight) -> None:
         self._adopted.clear()
+        running = list(self._running)
         match in_flight:
             case InFlight.FINISH:
-                await asyncio.gather(*(s.done for s in self._running), return_exceptions=True)
+                await asyncio.gather(*(s.done for s in running), return_exceptions=True)
             case InFlight.RESUME:
-                interrupted = list(self._running)
-                await self._interrupt(interrupted)
-                await asyncio.gather(*(s.done for s in interrupted), return_exceptions=True)
+                await self._interrupt(running)
+                await asyncio.gather(*(s.done for s in running), return_exceptions=True)
             case InFlight.CONTINUE:
-                for sequence in self._running:
+                for sequence in running:
                     sequence.goes_on = True
-                await self._interrupt(list(self._running))
-        self._version = None
+                await self._interrupt(running)
+        self._version, self._loaded = None, []
         if not self._begun:
             await self._llm.collective_rpc("roll_begin")
             self._begun = True
         await self._llm.pause_generation(mode="abort", clear_cache=True)
-        await self._load(weights)
+        await self._llm.collective_rpc("roll_begin_weights")
+
+    async def load(self, bucket: Bucket) -> None:
+        entries = [(entry.name, entry.dtype, list(entry.shape)) for entry in bucket.entries]
+        match bucket:
+            case DeviceBucket():
+                await self._llm.collective_rpc("roll_load_shared", args=(bucket.handle, entries))
+            case WeightsBucket():
+                with _in_file(bucket) as path:
+                    await self._llm.collective_rpc("roll_load_file", args=(path, entries))
+        self._loaded += [entry.name for entry in bucket.entries]
+
+    async def finish_update(self, version: int, check: WeightsCheck | None) -> None:
+        await self._llm.collective_rpc("roll_finish_weights")
+        if check is not None:
+            await self._compare(version, check)
         await self._llm.resume_generation()
-        self._version = weights.version
+        self._version = version
         self._adopted.set()
         self._fill_slots()
 
@@ -225,8 +239,6 @@ class VllmEngine:
     async def _ask(self, sequence: _Sequence) -> Ending:
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
-
-        from roll_core.inference.vllm_worker import PLACE, SEED
 
         if sequence.interrupted:
             return Ending.ABORTED
@@ -275,23 +287,8 @@ class VllmEngine:
         elif sequence.driving is not None:
             sequence.driving.cancel()  # vLLM ends what nobody listens to
 
-    # ---------------------------------------------------------------------------------------------- weights
-    async def _load(self, weights: WeightsUpdate) -> None:
-        names: list[str] = []
-        await self._llm.collective_rpc("roll_begin_weights")
-        with _passage() as folder:
-            for number, (entries, flat) in enumerate(_laid_out(weights.tensors)):
-                path = folder / str(number % 2)
-                torch.from_file(str(path), shared=True, size=len(flat), dtype=torch.uint8).copy_(flat)
-                await self._llm.collective_rpc("roll_load_weights", args=(str(path), len(flat), entries))
-                path.unlink()
-                names += [name for name, *_ in entries]
-        await self._llm.collective_rpc("roll_finish_weights")
-        if weights.check is not None:
-            await self._compare(weights.version, names, weights.check)
-
-    async def _compare(self, version: int, names: list[str], check: WeightsCheck) -> None:
-        if missing := sorted(set(check.names) - set(names)):
+    async def _compare(self, version: int, check: WeightsCheck) -> None:
+        if missing := sorted(set(check.names) - set(self._loaded)):
             raise WeightsMismatch(f"weights version {version} lacks {', '.join(missing)}")
         samples = pickle.dumps(list(check.samples))
         for differences in await self._llm.collective_rpc("roll_differences", args=(samples,)):
@@ -299,30 +296,14 @@ class VllmEngine:
                 raise WeightsMismatch(f"weights version {version} differs from the trainer's: {'; '.join(differences)}")
 
 
-def _laid_out(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[list[tuple[str, str, list[int], int]], Tensor]]:
-    """Tensors as bytes, one after another, as many at a time as the passage takes."""
-    entries: list[tuple[str, str, list[int], int]] = []
-    parts: list[Tensor] = []
-    size = 0
-    for name, tensor in tensors:
-        part = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        if parts and size + len(part) > PASSAGE_BYTES:
-            yield entries, torch.cat(parts)
-            entries, parts, size = [], [], 0
-        entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), size))
-        padding = -len(part) % _ALIGNMENT
-        parts += [part, part.new_zeros(padding)]
-        size += len(part) + padding
-    if parts:
-        yield entries, torch.cat(parts)
-
-
 @contextmanager
-def _passage() -> Iterator[Path]:
-    """A folder whose files are in memory, where the system has one."""
+def _in_file(bucket: WeightsBucket) -> Iterator[str]:
+    """A bucket where vLLM's process finds it: in a file, which is in memory where the system has a place for that."""
     memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="roll-weights-", dir=memory if memory.is_dir() else None) as folder:
-        yield Path(folder)
+    with tempfile.NamedTemporaryFile(prefix="roll-weights-", dir=memory if memory.is_dir() else None) as file:
+        file.write(bucket.data.data)
+        file.flush()
+        yield file.name
 
 
 def _start_vllm(model: ModelConfig, config: VllmInference, num_slots: int, device: torch.device, dtype: torch.dtype) -> Any:

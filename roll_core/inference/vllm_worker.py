@@ -12,6 +12,7 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,11 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from roll_core.inference.base import WeightsSample
 from roll_core.inference.sampling import draw
+from roll_core.inference.vllm_terms import PLACE, SEED
+from roll_core.weights.buckets import TensorEntry, cut, open_handle
+from roll_core.weights.checks import WeightsSample
 
-SEED, PLACE = "seed", "place"
-"""Keys of a request's extra arguments: what its random numbers depend on, and the place of its first new token. They are not
-its `seed` to vLLM, which on CPUs dies of one when a prompt is computed in parts."""
 PARENT_CHECK_S = 1.0
 
 
@@ -51,19 +51,22 @@ class WorkerExtension:
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
 
-    def roll_load_weights(self, path: str, size: int, entries: list[tuple[str, str, list[int], int]]) -> None:
-        """Tensors that lie one after another in a file in memory; each entry is a name, a dtype, a shape and a start."""
-        flat = torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
+    def roll_load_file(self, path: str, entries: list[tuple[str, str, list[int]]]) -> None:
+        """Tensors that lie one after another in a file; each entry is a name, a dtype and a shape."""
+        flat = torch.from_file(path, shared=False, size=Path(path).stat().st_size, dtype=torch.uint8)
+        self._roll_load(flat, entries)
 
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            for name, dtype_name, shape, start in entries:
-                dtype: torch.dtype = getattr(torch, dtype_name)
-                end = start + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-                # A copy: a layer's tensors are kept until it has all of them, and the file is used again before that.
-                yield name, flat[start:end].to(self.device, copy=True).view(dtype).reshape(shape)
+    def roll_load_shared(self, handle: bytes, entries: list[tuple[str, str, list[int]]]) -> None:
+        """The same in memory of this worker's GPU that another process shares."""
+        self._roll_load(open_handle(handle), entries)
+        torch.cuda.synchronize(self.device)  # the memory is used again when this answers
 
+    def _roll_load(self, flat: Tensor, entries: list[tuple[str, str, list[int]]]) -> None:
+        named = cut(flat, [TensorEntry(name, tuple(shape), dtype) for name, dtype, shape in entries])
+        # Copies: a layer's tensors are kept until it has all of them, and the memory is used again before that.
+        copies = ((name, part.to(self.device, copy=True)) for name, part in named)
         with set_current_vllm_config(self.vllm_config):
-            self.model_runner.model.load_weights(tensors())
+            self.model_runner.model.load_weights(copies)
 
     def roll_finish_weights(self) -> None:
         model = self.model_runner.model

@@ -18,6 +18,8 @@ from roll_core.roles.process import settle
 
 if TYPE_CHECKING:
     from roll_core.inference.base import InferenceEngine
+    from roll_core.weights.buckets import DeviceBucket
+    from roll_core.weights.checks import WeightsCheck
 
 
 log = logging.getLogger(__name__)
@@ -48,13 +50,23 @@ class EngineRole:
 
     async def adopt(self, weights: Bucketed) -> int:
         """Take over weights from the object store; answers their size in bytes."""
-        from roll_core.inference.base import WeightsUpdate
-        from roll_core.weights.buckets import unpack
-
-        buckets = [await bucket for bucket in weights.buckets]
-        update = WeightsUpdate(weights.version, unpack(buckets), await weights.check)
-        await self._engine.adopt(update, self._config.rollout.in_flight)
+        buckets = [await bucket for bucket in weights.buckets]  # before anything has to wait for them
+        await self._engine.begin_update(self._config.rollout.in_flight)
+        for bucket in buckets:
+            await self._engine.load(bucket)
+        await self._engine.finish_update(weights.version, await weights.check)
         return sum(bucket.data.nbytes for bucket in buckets)
+
+    async def begin_update(self) -> None:
+        await self._engine.begin_update(self._config.rollout.in_flight)
+
+    async def load(self, bucket: "DeviceBucket") -> int:
+        """Take over a bucket that a rank on this engine's GPU shares; answers its size in bytes."""
+        await self._engine.load(bucket)
+        return bucket.num_bytes
+
+    async def finish_update(self, version: int, check: "WeightsCheck") -> None:
+        await self._engine.finish_update(version, check)
 
     async def sleep(self) -> None:
         await self._engine.sleep()

@@ -126,15 +126,41 @@ class Fleet:
         return updated
 
     def publish(self, version: int) -> Published:
-        weights = self._bucket_weights(version)
-        self._wake_engines()
-        num_bytes = self._workforce.adopt(weights)
-        num_bytes |= self._replace(self._workforce.dead(known_alive=num_bytes), weights)
+        by = self._publish_on_devices if self._config.shares_gpus else self._publish_by_object_store
+        num_bytes, digest = by(version)
         if missing := [engine.name for engine in self._workforce.engines() if engine.name not in num_bytes]:
             raise RoleDied(f"{', '.join(missing)} could not take over weights version {version}: who held them died")
         self._resume_engines()  # before anything is drawn, or all of it goes to those that were never paused
         self._from_scheduler(self._scheduler.adopted.remote(version), "publish", self._config.deadlines.publish)
-        return Published(weights_version=version, weights_digest=weights.digest, num_bytes=sum(num_bytes.values()))
+        return Published(weights_version=version, weights_digest=digest, num_bytes=sum(num_bytes.values()))
+
+    def _publish_by_object_store(self, version: int) -> tuple[dict[str, int], str]:
+        """All of it waits in host memory before engines are asked to stop for it."""
+        weights = self._bucket_weights(version)
+        self._wake_engines()
+        num_bytes = self._workforce.adopt(weights)
+        num_bytes |= self._replace(self._workforce.dead(known_alive=num_bytes), weights)
+        return num_bytes, weights.digest
+
+    def _publish_on_devices(self, version: int) -> tuple[dict[str, int], str]:
+        """Bucket by bucket through the memory of the GPU that rank and engine are on."""
+        deadline_s = self._config.deadlines.publish
+        self._wake_engines()
+        num_bytes = self._workforce.begin_update()
+        wait_for({name: rank.begin_sharing.remote(version) for name, rank in self._ranks.items()}, "publish", deadline_s)
+        while True:
+            sharing = {name: rank.share_bucket.remote() for name, rank in self._ranks.items()}
+            buckets = wait_for(sharing, "publish", deadline_s)
+            if self._from_rank_0(buckets) is None:
+                break
+            num_bytes = self._workforce.load(num_bytes, list(buckets.values()))
+        finishing = {name: rank.finish_sharing.remote() for name, rank in self._ranks.items()}
+        check, digest = self._from_rank_0(wait_for(finishing, "publish", deadline_s))
+        alive = self._workforce.finish_update(num_bytes, version, check)
+        num_bytes = {name: size for name, size in num_bytes.items() if name in alive}
+        if dead := self._workforce.dead(known_alive=alive):
+            num_bytes |= self._replace(dead, self._bucket_weights(version))
+        return num_bytes, digest
 
     def weights_digest(self) -> str:
         """Of the policy the trainer holds now."""

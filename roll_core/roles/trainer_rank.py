@@ -14,6 +14,7 @@ import ray
 
 from roll_core.config.algorithm import Distillation
 from roll_core.config.run import RunConfig
+from roll_core.config.training import Precision
 from roll_core.data.ledger import draws_of
 from roll_core.errors import RollError
 from roll_core.roles.bucketed import Bucketed
@@ -28,12 +29,10 @@ from roll_core.types.sample import Sample
 from roll_core.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
     from roll_core.training.base import Snapshot
     from roll_core.training.learner import PreparedBatch
+    from roll_core.weights.buckets import DeviceBucket
+    from roll_core.weights.checks import WeightsCheck
 
 Answer = TypeVar("Answer")
 BESIDE = "beside"
@@ -132,32 +131,46 @@ class TrainerRank:
 
     def bucket_weights(self, version: int) -> Bucketed | None:
         """The current weights in the object store, under this number; rank 0 answers, the others help."""
-        from roll_core.weights.buckets import WeightsDigest, pack
+        from roll_core.weights.buckets import pack
         from roll_core.weights.checks import Watch
+        from roll_core.weights.digests import WeightsDigest
 
         if self._rank != 0:
             self._help_to_gather()
             return None
-        digest, watch, references = WeightsDigest(), Watch(version), []
-        for bucket in pack(watch.over(self._learner.weights())):
-            digest.add(bucket)
-            references.append(ray.put(bucket))
-        return Bucketed(version, tuple(references), ray.put(watch.check), digest.hexdigest())
+        digest, watch = WeightsDigest(), Watch(version)
+        references = tuple(ray.put(bucket) for bucket in pack(watch.over(digest.over(self._learner.weights()))))
+        return Bucketed(version, references, ray.put(watch.check), digest.hexdigest())
+
+    def begin_sharing(self, version: int) -> None:
+        """From now on `share_bucket` gives the weights, under this number, to engines on this rank's GPU."""
+        import torch
+
+        from roll_core.weights.buckets import pack_on_device
+        from roll_core.weights.checks import Watch
+        from roll_core.weights.digests import WeightsDigest
+
+        bfloat16 = self._config.training.precision is Precision.BFLOAT16
+        self._watch, self._digest = Watch(version), WeightsDigest()
+        weights = self._watch.over(self._digest.over(self._learner.weights()))
+        self._shared = pack_on_device(weights, torch.bfloat16 if bfloat16 else torch.float32)
+
+    def share_bucket(self) -> "DeviceBucket | None":
+        """The next of them, once nobody needs the one before it; None when there are no more."""
+        return next(self._shared, None)
+
+    def finish_sharing(self) -> tuple["WeightsCheck", str]:
+        """What engines compare with, and the digest of the weights."""
+        return self._watch.check, self._digest.hexdigest()
 
     def export(self, folder: Path) -> str:
         """The current policy as a Hugging Face folder, and the digest of its weights; rank 0 writes, the others help."""
         from roll_core.models.export import write_folder
-        from roll_core.weights.buckets import WeightsDigest, pack, unpack
+        from roll_core.weights.digests import WeightsDigest
 
         digest = WeightsDigest()
-
-        def weights() -> "Iterator[tuple[str, Tensor]]":
-            for bucket in pack(self._learner.weights()):
-                digest.add(bucket)
-                yield from unpack([bucket])
-
         if self._rank == 0:
-            write_folder(self._config.model, weights(), folder)
+            write_folder(self._config.model, digest.over(self._learner.weights()), folder)
         else:
             self._help_to_gather()
         return digest.hexdigest()

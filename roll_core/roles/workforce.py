@@ -6,7 +6,7 @@ The fleet holds one of these; the scheduler gets clients for what is in it.
 import logging
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.actor import ActorHandle
@@ -19,6 +19,10 @@ from roll_core.roles.placement import Devices
 from roll_core.roles.reward_role import RewardRole
 from roll_core.roles.scheduler_role import RemoteEngine, RemoteGrader
 from roll_core.roles.waiting import wait_for, wait_for_survivors
+
+if TYPE_CHECKING:
+    from roll_core.weights.buckets import DeviceBucket
+    from roll_core.weights.checks import WeightsCheck
 
 ASYNC_CALLS = 1000
 """Calls an asynchronous role may have under way; far above what a stage issues."""
@@ -35,11 +39,14 @@ class Workforce:
         """How long engines may take to make way for new weights or the trainer: what they are at may have to be finished."""
         self._makes: dict[str, Callable[[], ActorHandle]] = {}
         self._on_trainer_devices: list[str] = []
+        self._rank_of: dict[str, int] = {}
+        """Engines on a trainer's device: the rank that is there, too."""
         for number, device in enumerate(config.placement.engines):
             options = devices.options(device) | {"max_concurrency": ASYNC_CALLS}
             self._makes[f"engine {number}"] = partial(ray.remote(EngineRole).options(**options).remote, config)
             if device in config.placement.shared:
                 self._on_trainer_devices.append(f"engine {number}")
+                self._rank_of[f"engine {number}"] = config.placement.trainer.index(device)
         self._engine_names = list(self._makes)
         for number in range(config.placement.reward_workers):
             make = partial(ray.remote(RewardRole).options(**OFF_DEVICE).remote, config)
@@ -73,6 +80,22 @@ class Workforce:
         """Engines take over weights; bytes that each took. The dead are not among them."""
         adopting = {name: self.actors[name].adopt.remote(weights) for name in self._engine_names}
         return wait_for_survivors(adopting, "publish", self.yielding_deadline_s)
+
+    def begin_update(self) -> dict[str, int]:
+        """Engines make way for weights that they are going to be given one bucket after another; bytes that each took."""
+        beginning = {name: self.actors[name].begin_update.remote() for name in self._engine_names}
+        return dict.fromkeys(wait_for_survivors(beginning, "publish", self.yielding_deadline_s), 0)
+
+    def load(self, num_bytes: dict[str, int], bucket_of_rank: "list[DeviceBucket]") -> dict[str, int]:
+        """Those that live take the bucket of the rank on their device."""
+        loading = {name: self.actors[name].load.remote(bucket_of_rank[self._rank_of[name]]) for name in num_bytes}
+        loaded = wait_for_survivors(loading, "publish", self._deadlines.publish)
+        return {name: num_bytes[name] + size for name, size in loaded.items()}
+
+    def finish_update(self, names: Collection[str], version: int, check: "WeightsCheck") -> list[str]:
+        """Who of these serves by the new weights."""
+        finishing = {name: self.actors[name].finish_update.remote(version, check) for name in names}
+        return list(wait_for_survivors(finishing, "publish", self._deadlines.publish))
 
     def dead(self, known_alive: Collection[str] = ()) -> list[str]:
         """Who does not live any more, engines and reward workers."""

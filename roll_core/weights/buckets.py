@@ -1,12 +1,13 @@
 """Tensors packed into flat byte buffers of bounded size: few large transfers, and no second full copy of the model."""
 
-import hashlib
+import pickle
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 BUCKET_BYTES = 256 * 1024**2
 """Large enough that per-transfer cost vanishes, small beside any accelerator's memory."""
@@ -27,45 +28,85 @@ class WeightsBucket:
     data: np.ndarray
 
 
-class WeightsDigest:
-    """SHA-256 of weights by name, shape and bytes, whatever buckets they travel in."""
+@dataclass(frozen=True)
+class DeviceBucket:
+    """The same in the memory of a GPU, for a process that sees that GPU: what it says of itself is a handle."""
 
-    def __init__(self) -> None:
-        self._entries, self._bytes = hashlib.sha256(), hashlib.sha256()
+    entries: tuple[TensorEntry, ...]
+    handle: bytes
+    num_bytes: int
 
-    def add(self, bucket: WeightsBucket) -> None:
-        for entry in bucket.entries:
-            self._entries.update(f"{entry.name} {entry.shape} {entry.dtype}\n".encode())
-        self._bytes.update(bucket.data.data)
 
-    def hexdigest(self) -> str:
-        return hashlib.sha256(self._entries.digest() + self._bytes.digest()).hexdigest()
+Bucket = WeightsBucket | DeviceBucket
 
 
 def pack(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_BYTES) -> Iterator[WeightsBucket]:
     """Buckets in order; a tensor larger than a bucket gets one of its own."""
-    entries: list[TensorEntry] = []
-    parts: list[np.ndarray] = []
+    for together in _batches(tensors, bucket_bytes):
+        entries = tuple(_entry(name, tensor.shape, tensor.dtype) for name, tensor in together)
+        yield WeightsBucket(entries, np.concatenate([_bytes_of(tensor) for _, tensor in together]))
+
+
+def unpack(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of `pack`, in order. Those of a device bucket are views: they last as long as its memory does."""
+    for bucket in buckets:
+        match bucket:
+            case WeightsBucket():
+                yield from cut(torch.from_numpy(bucket.data.copy()), bucket.entries)
+            case DeviceBucket():
+                yield from cut(open_handle(bucket.handle), bucket.entries)
+
+
+def cut(flat: Tensor, entries: Iterable[TensorEntry]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that lie one after another in flat bytes: views, unless numbers of several kinds leave one askew."""
+    start = 0
+    for entry in entries:
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        size = int(np.prod(entry.shape, dtype=np.int64)) * dtype.itemsize
+        part = flat[start : start + size]
+        yield entry.name, (part.clone() if start % dtype.itemsize else part).view(dtype).reshape(entry.shape)
+        start += size
+
+
+def pack_on_device(
+    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[DeviceBucket]:
+    """Tensors as numbers of this kind, bucket by bucket in the same memory: a bucket is over when the next is asked for."""
+    buffer: Tensor | None = None
+    for together in _batches(tensors, bucket_bytes):
+        entries = tuple(_entry(name, tensor.shape, dtype) for name, tensor in together)
+        size = sum(tensor.numel() for _, tensor in together) * dtype.itemsize
+        if buffer is None or len(buffer) < size:
+            buffer = torch.empty(max(size, bucket_bytes), dtype=torch.uint8, device=together[0][1].device)
+        for (_, tensor), (_, place) in zip(together, cut(buffer, entries), strict=True):
+            place.copy_(tensor.detach())
+        torch.cuda.synchronize(buffer.device)
+        yield DeviceBucket(entries, pickle.dumps(reduce_tensor(buffer)), size)
+
+
+def open_handle(handle: bytes) -> Tensor:
+    """The memory that another process shares."""
+    rebuild, arguments = pickle.loads(handle)
+    return rebuild(*arguments)
+
+
+def _batches(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """As many in a row as a bucket takes; at least one."""
+    together: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in tensors:
-        part = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        if parts and size + part.nbytes > bucket_bytes:
-            yield WeightsBucket(tuple(entries), np.concatenate(parts))
-            entries, parts, size = [], [], 0
-        entries.append(TensorEntry(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
-        parts.append(part)
-        size += part.nbytes
-    if parts:
-        yield WeightsBucket(tuple(entries), np.concatenate(parts))
+        if together and size + tensor.nbytes > bucket_bytes:
+            yield together
+            together, size = [], 0
+        together.append((name, tensor))
+        size += tensor.nbytes
+    if together:
+        yield together
 
 
-def unpack(buckets: Iterable[WeightsBucket]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of `pack`, in order, each a copy of its own."""
-    for bucket in buckets:
-        start = 0
-        for entry in bucket.entries:
-            dtype: torch.dtype = getattr(torch, entry.dtype)
-            size = int(np.prod(entry.shape, dtype=np.int64)) * dtype.itemsize
-            flat = torch.from_numpy(bucket.data[start : start + size].copy()).view(dtype)
-            yield entry.name, flat.reshape(entry.shape)
-            start += size
+def _entry(name: str, shape: Iterable[int], dtype: torch.dtype) -> TensorEntry:
+    return TensorEntry(name, tuple(shape), str(dtype).removeprefix("torch."))
+
+
+def _bytes_of(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()

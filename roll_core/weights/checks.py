@@ -6,15 +6,37 @@ Which tensors and which columns depends on the version, so that over several upd
 import heapq
 import random
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from roll_core.inference.base import WeightsCheck, WeightsSample
 from roll_core.models.checkpoint_names import is_experts
 from roll_core.seeds import derive_seed
 
 TENSORS, COLUMNS = 8, 16
 """Looked at in each update: a mistake in names or layout touches many tensors and shows at once, and it costs nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class WeightsSample:
+    """Some columns of a tensor, as the trainer has them.
+
+    Example: WeightsSample("model.layers.0.mlp.up_proj.weight", columns=(3, 17), values=<192 x 2>)
+    """
+
+    name: str
+    columns: tuple[int, ...]
+    """Of its last dimension."""
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class WeightsCheck:
+    """What an engine's weights are compared with once it has taken them over."""
+
+    names: tuple[str, ...]
+    """Of all tensors."""
+    samples: tuple[WeightsSample, ...]
 
 
 class Watch:

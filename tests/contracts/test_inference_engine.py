@@ -22,7 +22,7 @@ from roll_core.config.rollout import InFlight
 from roll_core.config.training import Packing, TrainingConfig
 from roll_core.errors import WeightsMismatch
 from roll_core.inference import torch_engine, vllm_engine
-from roll_core.inference.base import InferenceEngine, WeightsUpdate
+from roll_core.inference.base import InferenceEngine, WeightsUpdate, adopt
 from roll_core.inference.rehearsal_engine import RehearsalEngine
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
@@ -145,7 +145,7 @@ class VllmSubject(Subject):
                 model(self.architecture), VllmInference(), num_slots=128, device=CPU, dtype=torch.float32, num_threads=1
             )
         self._engine._num_slots = num_slots
-        await self._engine.adopt(update(0, seed=0, architecture=self.architecture), InFlight.FINISH)
+        await adopt(self._engine, update(0, seed=0, architecture=self.architecture), InFlight.FINISH)
         return self._engine
 
     async def settled(self, served: InferenceEngine, steps: int) -> None:
@@ -161,6 +161,7 @@ class VllmSubject(Subject):
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
+            self._engine = None
         self._runner.close()
 
 
@@ -254,7 +255,7 @@ def test_sampler_and_trainer_agree_on_the_logprob_of_every_token_after_several_u
     async def after_updates() -> list[Completion]:
         served = await model_subject.engine(5)
         for version in (1, 2, 3):
-            await served.adopt(update(version, seed=version, architecture=architecture), InFlight.FINISH)
+            await adopt(served, update(version, seed=version, architecture=architecture), InFlight.FINISH)
         return await generate_all(served, asked)
 
     backend = trainer(architecture, temperature, seed=3)
@@ -305,7 +306,7 @@ def test_every_token_carries_the_version_that_produced_it_when_generation_contin
         served = await subject.engine()
         pending = asyncio.create_task(served.generate(GenerationRequest("a", (5, 6), 12, 1.0, NO_STOP, seed=1)))
         await subject.settled(served, 5)
-        await served.adopt(update(4), InFlight.CONTINUE)
+        await adopt(served, update(4), InFlight.CONTINUE)
         return await pending
 
     versions = subject.run(across_an_update()).weights_versions
@@ -320,7 +321,7 @@ def test_finish_lets_running_requests_end_with_the_weights_they_began_with(subje
         asked = [GenerationRequest(str(i), (5, 6), 6, 1.0, NO_STOP, seed=i) for i in range(4)]
         pending = [asyncio.create_task(served.generate(request)) for request in asked]
         await subject.settled(served, 3)
-        await served.adopt(update(4), InFlight.FINISH)
+        await adopt(served, update(4), InFlight.FINISH)
         return await asyncio.gather(*pending)
 
     completions = subject.run(across_an_update())
@@ -333,7 +334,7 @@ def test_resume_ends_running_requests_with_what_they_have_and_starts_waiting_one
         asked = [GenerationRequest(str(i), (5, 6), 30, 1.0, NO_STOP, seed=i) for i in range(4)]
         pending = [asyncio.create_task(served.generate(request)) for request in asked]
         await subject.settled(served, 5)
-        await served.adopt(update(4), InFlight.RESUME)
+        await adopt(served, update(4), InFlight.RESUME)
         return await asyncio.gather(*pending)
 
     *interrupted, third, fourth = subject.run(across_an_update())
@@ -387,12 +388,12 @@ def test_a_request_interrupted_anywhere_and_resumed_gives_the_tokens_of_an_unint
 
     async def uninterrupted() -> list[Completion]:
         served = await subject.engine(num_slots)
-        await served.adopt(update(1), InFlight.FINISH)
+        await adopt(served, update(1), InFlight.FINISH)
         return await generate_all(served, asked)
 
     async def interrupted(at: int) -> list[Completion]:
         served, version = await subject.engine(num_slots), 1
-        await served.adopt(update(version), InFlight.FINISH)
+        await adopt(served, update(version), InFlight.FINISH)
 
         async def interrupt() -> None:
             nonlocal version
@@ -400,7 +401,7 @@ def test_a_request_interrupted_anywhere_and_resumed_gives_the_tokens_of_an_unint
                 await served.abort(*(request.request_id for request in asked))
             else:
                 version += 1
-                await served.adopt(update(version), InFlight.RESUME)
+                await adopt(served, update(version), InFlight.RESUME)
 
         return await in_pieces(subject, served, asked, interrupt, at)
 
@@ -419,7 +420,7 @@ def test_a_resumed_completion_says_which_version_produced_which_token_and_answer
         served = await subject.engine()
         pending = asyncio.create_task(served.generate(request))
         await subject.settled(served, 6)
-        await served.adopt(update(4), InFlight.RESUME)
+        await adopt(served, update(4), InFlight.RESUME)
         first = await pending
         return first, await served.generate(replace(request, prefix_ids=first.token_ids))
 
@@ -514,7 +515,7 @@ def test_new_weights_change_what_is_generated_and_sleep_changes_nothing(model_su
         await served.sleep()
         await served.wake()
         after_sleep = await generate_all(served, asked)
-        await served.adopt(update(2, seed=2, architecture=model_subject.architecture), InFlight.FINISH)
+        await adopt(served, update(2, seed=2, architecture=model_subject.architecture), InFlight.FINISH)
         return [tuple(c.token_ids for c in batch) for batch in (before, after_sleep, await generate_all(served, asked))]
 
     before, after_sleep, other_weights = model_subject.run(three_times())
@@ -548,12 +549,12 @@ def test_weights_that_were_damaged_on_the_way_are_refused_by_name_and_nobody_is_
             for name in readable:
                 looked_at += 1
                 with pytest.raises(WeightsMismatch, match=f"weights version {version} differs .*{name}"):
-                    await served.adopt(WeightsUpdate(version, permuted(whole, name), watch.check), InFlight.FINISH)
+                    await adopt(served, WeightsUpdate(version, permuted(whole, name), watch.check), InFlight.FINISH)
         assert looked_at > 10
         asked = asyncio.create_task(served.generate(requests(1)[0]))
         done, _ = await asyncio.wait([asked], timeout=0.2)
         assert not done, "an engine with damaged weights answered"
-        await served.adopt(update(9, architecture=architecture), InFlight.FINISH)
+        await adopt(served, update(9, architecture=architecture), InFlight.FINISH)
         assert set((await asked).weights_versions) == {9}
 
     model_subject.run(refused())
@@ -572,7 +573,7 @@ def test_a_lost_bucket_is_named(model_subject):
     async def refused() -> None:
         served = await model_subject.engine()
         with pytest.raises(WeightsMismatch, match=f"weights version 1 lacks .*{lost.entries[0].name}"):
-            await served.adopt(WeightsUpdate(1, unpack(buckets), watch.check), InFlight.FINISH)
+            await adopt(served, WeightsUpdate(1, unpack(buckets), watch.check), InFlight.FINISH)
 
     model_subject.run(refused())
 
@@ -585,7 +586,7 @@ def test_an_old_version_under_a_new_number_is_refused(model_subject):
     async def refused() -> None:
         served = await model_subject.engine()
         with pytest.raises(WeightsMismatch, match="weights version 2 differs from the trainer's: "):
-            await served.adopt(WeightsUpdate(2, old, watch.check), InFlight.FINISH)
+            await adopt(served, WeightsUpdate(2, old, watch.check), InFlight.FINISH)
 
     model_subject.run(refused())
 

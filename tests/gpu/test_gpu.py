@@ -17,7 +17,7 @@ from roll_core.config.algorithm import AlgorithmConfig, Grpo
 from roll_core.config.model import Architecture, ScratchModel
 from roll_core.config.rollout import InFlight
 from roll_core.config.training import OptimizerConfig, Packing, Precision, TrainingConfig
-from roll_core.inference.base import WeightsUpdate
+from roll_core.inference.base import WeightsUpdate, adopt
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
 from roll_core.training.base import Policy
@@ -54,7 +54,7 @@ def loss_of(algorithm: AlgorithmConfig) -> LossFn:
 
 
 async def sample(served: TorchEngine, trained: TorchBackend, asked: list[GenerationRequest]) -> list[Completion]:
-    await served.adopt(WeightsUpdate(1, unpack(pack(trained.weights()))), InFlight.FINISH)
+    await adopt(served, WeightsUpdate(1, unpack(pack(trained.weights()))), InFlight.FINISH)
     await served.sleep()
     await served.wake()
     return await asyncio.gather(*(served.generate(request) for request in asked))
@@ -90,13 +90,13 @@ def test_what_new_weights_interrupt_is_resumed_with_the_tokens_it_would_have_got
 
     async def served(interrupts: bool) -> list[Completion]:
         engine = TorchEngine(model, seed=0, num_slots=24, device=GPU, dtype=torch.float32)
-        await engine.adopt(WeightsUpdate(1, unpack(pack(trained.weights()))), InFlight.FINISH)
+        await adopt(engine, WeightsUpdate(1, unpack(pack(trained.weights()))), InFlight.FINISH)
         running = [asyncio.create_task(engine.generate(request)) for request in asked]
         if not interrupts:
             return await asyncio.gather(*running)
         for _ in range(12):
             await asyncio.sleep(0)
-        await engine.adopt(WeightsUpdate(2, unpack(pack(trained.weights()))), InFlight.RESUME)
+        await adopt(engine, WeightsUpdate(2, unpack(pack(trained.weights()))), InFlight.RESUME)
         parts = await asyncio.gather(*running)
         assert all(0 < len(part.token_ids) < 40 for part in parts)
         rest = [
