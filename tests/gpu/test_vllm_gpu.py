@@ -1,0 +1,170 @@
+"""vLLM on one GPU beside the trainer: weights through the GPU's memory, sleep and wake, resumed tokens. `make test-gpu`."""
+
+import asyncio
+from collections.abc import Awaitable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from roll_core.batching.demonstrations import as_sample
+from roll_core.batching.packing import PackingLimits
+from roll_core.config.inference import VllmInference
+from roll_core.config.model import ScratchModel
+from roll_core.config.rollout import InFlight
+from roll_core.config.training import OptimizerConfig, Packing, Precision, TrainingConfig
+from roll_core.errors import WeightsMismatch
+from roll_core.inference.requests import Completion, GenerationRequest
+from roll_core.inference.vllm_engine import VllmEngine
+from roll_core.training.base import Policy
+from roll_core.training.torch_backend import TorchBackend
+from roll_core.training.torch_trained import TorchSettings
+from roll_core.types.trajectory import Ending
+from roll_core.weights.buckets import pack, pack_on_device
+from roll_core.weights.checks import Watch
+from tests.micro_batches import cut
+
+GPU = torch.device("cuda")
+MODEL = ScratchModel(max_positions=256, hidden_size=256, intermediate_size=768, num_heads=4, num_kv_heads=2)
+NO_STOP: tuple[int, ...] = ()
+
+
+def trainer(precision: Precision, seed: int) -> TorchBackend:
+    settings = TorchSettings(TrainingConfig(precision=precision), seed=seed, temperature=1.0, device=GPU)
+    backend = TorchBackend(MODEL, settings)
+    backend.start_optimizer(OptimizerConfig(), total_steps=1)
+    return backend
+
+
+class Served:
+    """One engine in one event loop, for all tests of a precision."""
+
+    def __init__(self, precision: Precision):
+        self.precision = precision
+        self.dtype = torch.bfloat16 if precision is Precision.BFLOAT16 else torch.float32
+        self._runner = asyncio.Runner()
+        self.run = self._runner.run
+        self.engine = self.run(self._start())
+
+    async def _start(self) -> VllmEngine:
+        config = VllmInference(memory_share=0.2)
+        return VllmEngine(MODEL, config, num_slots=64, device=GPU, dtype=self.dtype, num_threads=4)
+
+    async def adopt_shared(self, version: int, backend: TorchBackend, in_flight: InFlight = InFlight.FINISH) -> None:
+        """As fleet, rank and engine do it: small buckets through the same memory."""
+        watch = Watch(version)
+        await self.engine.begin_update(in_flight)
+        for bucket in pack_on_device(watch.over(backend.weights()), self.dtype, bucket_bytes=500_000):
+            await self.engine.load(bucket)
+        await self.engine.finish_update(version, watch.check)
+
+    async def generate(self, asked: list[GenerationRequest]) -> list[Completion]:
+        return await asyncio.gather(*(self.engine.generate(request) for request in asked))
+
+    def close(self) -> None:
+        self.engine.close()
+        del self.engine
+        self._runner.close()
+
+
+@pytest.fixture(scope="module", params=[Precision.FLOAT32, Precision.BFLOAT16])
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    one = Served(request.param)
+    yield one
+    one.close()
+
+
+def requests(count: int, length: int = 40, stop: tuple[int, ...] = (1,)) -> list[GenerationRequest]:
+    return [GenerationRequest(f"r{i}", (5, 6 + i % 9, 7), length, 1.0, stop, seed=i) for i in range(count)]
+
+
+def largest_difference(backend: TorchBackend, asked: list[GenerationRequest], completions: list[Completion]) -> float:
+    samples = [as_sample(r.prompt_ids, c.token_ids) for r, c in zip(asked, completions, strict=True)]
+    (batch,) = cut(samples, PackingLimits(65536, None, Packing.ROWS))
+    sampler_logprobs_N = torch.tensor([logprob for c in completions for logprob in c.sampler_logprobs])
+    return (backend.logprobs(batch, Policy.CURRENT) - sampler_logprobs_N[batch.place_N]).abs().max().item()
+
+
+def test_sampler_and_trainer_agree_after_updates_through_shared_memory_and_sleep(served):
+    asked = requests(48)
+
+    async def after_updates() -> tuple[list[Completion], list[Completion]]:
+        for version in (1, 2, 3):
+            await served.adopt_shared(version, trainer(served.precision, seed=version))
+        before = await served.generate(asked)
+        await served.engine.sleep()
+        await served.engine.wake()
+        return before, await served.generate(asked)
+
+    before, after = served.run(after_updates())
+    close = 1e-3 if served.precision is Precision.FLOAT32 else 0.1
+    for completions in (before, after):
+        assert largest_difference(trainer(served.precision, seed=3), asked, completions) < close
+
+
+def test_weights_by_way_of_the_host_are_the_same(served):
+    asked, backend = requests(16), trainer(served.precision, seed=4)
+
+    async def by_host() -> list[Completion]:
+        watch = Watch(1)
+        await served.engine.begin_update(InFlight.FINISH)
+        for bucket in pack(watch.over(backend.weights()), bucket_bytes=500_000):
+            await served.engine.load(bucket)
+        await served.engine.finish_update(1, watch.check)
+        return await served.generate(asked)
+
+    close = 1e-3 if served.precision is Precision.FLOAT32 else 0.1
+    assert largest_difference(backend, asked, served.run(by_host())) < close
+
+
+def test_damaged_weights_are_refused_by_name(served):
+    backend = trainer(served.precision, seed=5)
+
+    async def refused() -> None:
+        for version in range(1, 4):
+            watch = Watch(version)
+            list(watch.over(backend.weights()))
+            matrices = [sample.name for sample in watch.check.samples if sample.values.ndim == 2]
+            for name in matrices:
+                damaged = ((n, t.roll(1, dims=-1) if n == name else t) for n, t in backend.weights())
+                await served.engine.begin_update(InFlight.FINISH)
+                for bucket in pack_on_device(damaged, served.dtype):
+                    await served.engine.load(bucket)
+                with pytest.raises(WeightsMismatch, match=f"version {version} differs .*{name}"):
+                    await served.engine.finish_update(version, watch.check)
+        await served.adopt_shared(9, backend)
+
+    served.run(refused())
+
+
+@pytest.mark.parametrize("in_flight", [InFlight.RESUME, InFlight.CONTINUE])
+def test_what_new_weights_interrupt_goes_on_with_the_tokens_it_would_have_got(served, in_flight):
+    """The same weights under another number, while all are under way. In bfloat16 a token may fall on the other side when
+    another batch rounds another way, so that only float32 is compared token by token."""
+    backend, asked = trainer(served.precision, seed=6), requests(24, length=200, stop=NO_STOP)
+
+    async def across_an_update() -> tuple[list[Completion], list[Completion]]:
+        await served.adopt_shared(1, backend)
+        whole = await served.generate(asked)
+        pending = [asyncio.create_task(served.engine.generate(request)) for request in asked]
+        await asyncio.sleep(0.1)
+        await served.adopt_shared(2, backend, in_flight)
+        return whole, [await finish(part, request) for part, request in zip(pending, asked, strict=True)]
+
+    async def finish(pending: Awaitable[Completion], request: GenerationRequest) -> Completion:
+        part = await pending
+        if part.ending is not Ending.ABORTED:
+            return part
+        rest = await served.engine.generate(replace(request, prefix_ids=part.token_ids))
+        return replace(
+            rest,
+            token_ids=part.token_ids + rest.token_ids,
+            weights_versions=part.weights_versions + rest.weights_versions,
+        )
+
+    whole, resumed = served.run(across_an_update())
+    assert all(len(c.token_ids) == len(c.weights_versions) == 200 for c in resumed)
+    assert {version for c in resumed for version in c.weights_versions} == {1, 2}
+    if served.precision is Precision.FLOAT32:
+        same = sum(a.token_ids == b.token_ids for a, b in zip(whole, resumed, strict=True))
+        assert same >= 20, f"{same} of {len(asked)} completions are the same"
