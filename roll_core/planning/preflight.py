@@ -10,6 +10,7 @@ from roll_core.config.services import Launcher
 from roll_core.config.teachers import PretrainedTeacher, RunTeacher, TeacherConfig
 from roll_core.data.problem_source import build_source
 from roll_core.errors import UserError
+from roll_core.rewards.base import build_reward
 from roll_core.rollout.filter import build_filter
 from roll_core.rollout.renderer import build_renderer
 from roll_core.store.checkpoints import checkpoint_iterations
@@ -23,6 +24,7 @@ def check_ready(config: RunConfig) -> None:
     if isinstance(model, PretrainedModel) and not (Path(model.path) / "config.json").is_file():
         raise UserError(f"model.path: no Hugging Face model in {model.path} (config.json is missing)")
     _check_devices(config)
+    build_reward(config.reward)  # what it needs is installed
     _check_prompts(config)
     _check_domains(config)
     if config.rollout.filter is not None:
