@@ -1,6 +1,10 @@
 """Rewards that grade in processes of their own: what is right, what hangs, what dies, and who is replaced."""
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -124,6 +128,14 @@ def test_an_answer_that_is_no_longer_wanted_leaves_no_process_in_the_middle_of_i
 
     before, after = asyncio.run(ask())
     assert before != after
+
+
+def test_a_process_whose_reward_worker_is_gone_ends_by_itself(grader):
+    command = [sys.executable, "-m", "roll_core.rewards.own_process", "their_grader", "0.2"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, input=b'{"do": "hang"}\n', env=environment, capture_output=True, check=False)
+    assert done.returncode == -signal.SIGALRM
+    assert done.stdout == b"started\n"
 
 
 def test_a_grader_that_does_not_start_is_taken_to_be_unavailable():
