@@ -73,7 +73,7 @@ def problems_of(key: str, path: str, rows: Iterable[Row], config: FiledProblems)
 def _problem_of(row: Row, config: FiledProblems) -> Problem:
     columns = config.columns
     prompt, answer = (_value(row, column) for column in (columns.prompt, columns.answer))
-    domain = row.values.get("domain", row.file) if columns.domain is None else _value(row, columns.domain)
+    domain = (row.values.get("domain") or row.file) if columns.domain is None else _value(row, columns.domain)
     question = _messages(prompt) if isinstance(prompt, list) else str(prompt)
     extracted = extract_answer(config.answer_rule, str(answer))
     return Problem(f"{row.file}/{row.number}", str(domain), worded(config, question), extracted)

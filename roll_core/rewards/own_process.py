@@ -1,9 +1,10 @@
 """Graders that may hang or crash, in processes of their own: an answer that takes too long costs its process and its
 trajectory, never the reward worker.
 
-A process is this module run with the name of a grading module, whose `grade(request)` answers with a `Score` or raises.
-Requests and answers are lines of JSON. A process is started when it is first needed and has one answer at a time. This
-guards against accidents, not malice: a grader that evaluates what a policy wrote does so with the rights of the run.
+A process is this module run with the name of a grading module, whose `load_grader()` imports what takes long and answers
+with a function from a request to a `Score`. Requests and answers are lines of JSON. A process is started when it is first
+needed and has one answer at a time. This guards against accidents, not malice: a grader that evaluates what a policy wrote
+does so with the rights of the run.
 """
 
 import asyncio
@@ -14,13 +15,15 @@ import resource
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable
 
 from roll_core.config.problems import OwnProcess
 from roll_core.errors import RewardError, one_line
 from roll_core.types.trajectory import Problem, Score
 
+Grade = Callable[[dict[str, str]], Score]
 START_SECONDS = 120.0
-"""For the imports of a grader, from a slow disk; sympy takes 1 to 3 s. Being late counts as passing: it is tried again."""
+"""For the imports of a grader, from a slow disk; they take 1 to 4 s. Being late counts as passing: it is tried again."""
 MEMORY_BYTES = 4 * 2**30
 """Address space of a process: 9**9**9**9 ends in a MemoryError rather than in all memory of the machine."""
 ORPHAN_SECONDS = 5.0
@@ -102,7 +105,7 @@ def serve(module: str, seconds: float) -> None:
     """Answer requests until there are no more; a request that runs for `seconds` ends the process."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a grader prints is no answer
-    grade = importlib.import_module(module).grade
+    grade: Grade = importlib.import_module(module).load_grader()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     answers.write("started\n")
     answers.flush()

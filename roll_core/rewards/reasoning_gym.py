@@ -10,7 +10,7 @@ from roll_core.config.problems import ReasoningGym
 from roll_core.data.reasoning_gym import generate, generator
 from roll_core.errors import RewardError
 from roll_core.extras import Extra, require
-from roll_core.rewards.own_process import OwnProcessGrader
+from roll_core.rewards.own_process import Grade, OwnProcessGrader
 from roll_core.types.trajectory import Problem, Score, Trajectory
 
 
@@ -33,8 +33,14 @@ def tagged(text: str, tag: str | None) -> str:
     return (found[-1] if found else text).strip()
 
 
-def grade(request: dict[str, str]) -> Score:
+def load_grader() -> Grade:
     """Runs in the grader's process."""
+    import reasoning_gym  # noqa: F401  (takes seconds, which no answer should pay for)
+
+    return _grade
+
+
+def _grade(request: dict[str, str]) -> Score:
     recipe = json.loads(request["recipe"])
     scorer = generator(recipe["task"], json.dumps(recipe["params"]))
     value = float(scorer.score_answer(request["given"], _item(request["recipe"])))

@@ -97,6 +97,8 @@ def grader(tmp_path, monkeypatch) -> OwnProcessGrader:
         "        case 'hang': time.sleep(3600)\n"
         "        case 'fill': bytes(2**40)\n"
         "    return Score(float(os.getpid()), True)\n"
+        "def load_grader():\n"
+        "    return grade\n"
     )
     return OwnProcessGrader("theirs", "their_grader", OwnProcess(deadline_seconds=5.0, processes=1))
 
