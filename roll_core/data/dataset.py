@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from roll_core.config.problems import Columns, DatasetProblems
-from roll_core.data.filed import FiledSource, Row, problems_of
+from roll_core.data.filed import FiledSource, Row
 from roll_core.errors import UserError
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
@@ -18,11 +18,7 @@ STATE, SPLITS = "state.json", "dataset_dict.json"
 
 class DatasetSource(FiledSource):
     def __init__(self, config: DatasetProblems, seed: int):
-        train, held_out = (
-            problems_of(key, path, _rows(key, Path(path), config.columns), config)
-            for key, path in (("problems.train", config.train), ("problems.held_out", config.held_out))
-        )
-        super().__init__(train, held_out, seed)
+        super().__init__(config, _rows, seed)
 
 
 def _rows(key: str, path: Path, columns: Columns) -> Iterator[Row]:

@@ -2,12 +2,13 @@
 
 import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-from roll_core.config.problems import AnswerRule, FiledProblems
+from roll_core.config.problems import AnswerRule, Columns, FiledProblems
 from roll_core.data.wording import worded
 from roll_core.errors import UserError
 from roll_core.seeds import derive_seed
@@ -29,10 +30,18 @@ class Row:
     values: Mapping[str, Any]
 
 
+ReadRows = Callable[[str, Path, Columns], Iterable[Row]]
+"""The rows behind a path, which the config has under the key that is given, too: for sentences about what is wrong."""
+
+
 class FiledSource:
     """Problems to train on and problems to evaluate, all in memory."""
 
-    def __init__(self, train: Sequence[Problem], held_out: Sequence[Problem], seed: int):
+    def __init__(self, config: FiledProblems, read_rows: ReadRows, seed: int):
+        train, held_out = (
+            _problems(key, path, read_rows(key, Path(path), config.columns), config)
+            for key, path in (("problems.train", config.train), ("problems.held_out", config.held_out))
+        )
         self._train, self._held_out = train, held_out
         self._order = lru_cache(maxsize=2)(lambda epoch: _shuffled(len(train), derive_seed(seed, "epoch", epoch)))
 
@@ -49,7 +58,7 @@ class FiledSource:
             raise UserError(
                 f"evaluation.num_problems ({count}) is more than the {len(self._held_out)} problems in problems.held_out"
             )
-        return list(self._held_out[:count])
+        return self._held_out[:count]
 
     def demonstration(self, index: int) -> Demonstration:
         """The reference answer itself."""
@@ -57,7 +66,7 @@ class FiledSource:
         return Demonstration(problem, problem.answer)
 
 
-def problems_of(key: str, path: str, rows: Iterable[Row], config: FiledProblems) -> list[Problem]:
+def _problems(key: str, path: str, rows: Iterable[Row], config: FiledProblems) -> list[Problem]:
     """Every row as a problem; a bad one is named by its place."""
     problems = []
     for row in rows:

@@ -5,17 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from roll_core.config.problems import Columns, JsonlProblems
-from roll_core.data.filed import FiledSource, Row, problems_of
+from roll_core.data.filed import FiledSource, Row
 from roll_core.errors import UserError
 
 
 class JsonlSource(FiledSource):
     def __init__(self, config: JsonlProblems, seed: int):
-        train, held_out = (
-            problems_of(key, path, _rows(key, Path(path), config.columns), config)
-            for key, path in (("problems.train", config.train), ("problems.held_out", config.held_out))
-        )
-        super().__init__(train, held_out, seed)
+        super().__init__(config, _rows, seed)
 
 
 def _rows(key: str, path: Path, columns: Columns) -> Iterator[Row]:

@@ -43,10 +43,6 @@ def as_parquet(folder: Path, rows: list[dict[str, Any]], name: str = "rows.parqu
     return str(folder / name)
 
 
-def held_out(source: JsonlSource | DatasetSource, count: int) -> list[Problem]:
-    return source.held_out(count)
-
-
 def jsonl(folder: Path, rows: list[Any], **settings: Any) -> JsonlSource:
     path = as_jsonl(folder, rows)
     return JsonlSource(JsonlProblems(train=path, held_out=path, **settings), seed=0)
@@ -79,8 +75,8 @@ def test_an_answer_that_is_not_there_is_one_sentence(tmp_path, rule, text):
 def test_gsm8k_as_it_comes_in_jsonl_and_in_parquet(tmp_path):
     settings = {"columns": GSM_COLUMNS, "answer_rule": AnswerRule.AFTER_HASHES}
     for source in (jsonl(tmp_path, GSM, **settings), dataset(as_parquet(tmp_path, GSM), **settings)):
-        assert [p.answer for p in held_out(source, 2)] == ["7", "2,160"]
-        assert held_out(source, 1) == [Problem("rows/1", "rows", (Message(Speaker.USER, GSM[0]["question"]),), "7")]
+        assert [p.answer for p in source.held_out(2)] == ["7", "2,160"]
+        assert source.held_out(1) == [Problem("rows/1", "rows", (Message(Speaker.USER, GSM[0]["question"]),), "7")]
         assert source.domains == {"rows"}
 
 
@@ -90,12 +86,12 @@ def test_a_column_may_be_nested_and_a_prompt_may_be_messages(tmp_path):
     columns = Columns(answer="reward_model.ground_truth", domain="source")
     for source in (jsonl(tmp_path, rows, columns=columns), dataset(as_parquet(tmp_path, rows), columns=columns)):
         messages = (Message(Speaker.SYSTEM, "Think."), Message(Speaker.USER, "6 x 7?"))
-        assert held_out(source, 1) == [Problem("rows/1", "made up", messages, "42")]
+        assert source.held_out(1) == [Problem("rows/1", "made up", messages, "42")]
 
 
 def test_a_domain_column_is_used_where_there_is_one(tmp_path):
     rows = [{"prompt": "a", "answer": "b", "domain": "letters"}, {"prompt": "1", "answer": "2"}]
-    assert [p.domain for p in held_out(jsonl(tmp_path, rows), 2)] == ["letters", "rows"]
+    assert [p.domain for p in jsonl(tmp_path, rows).held_out(2)] == ["letters", "rows"]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +117,7 @@ def test_a_row_that_cannot_be_a_problem_is_one_sentence(tmp_path, rows, settings
 # -------------------------------------------------------------------------------------------------- wording
 def test_words_around_a_problem(tmp_path):
     settings = {"system": "You add.", "template": "{prompt}\nBoxes like \\boxed{7} are fine."}
-    [problem] = held_out(jsonl(tmp_path, [{"prompt": "3 + 4?", "answer": "7"}], **settings), 1)
+    [problem] = jsonl(tmp_path, [{"prompt": "3 + 4?", "answer": "7"}], **settings).held_out(1)
     said = "3 + 4?\nBoxes like \\boxed{7} are fine."
     assert problem.messages == (Message(Speaker.SYSTEM, "You add."), Message(Speaker.USER, said))
 
@@ -138,14 +134,14 @@ def test_several_parquet_files_by_pattern_and_by_folder(tmp_path):
         as_parquet(tmp_path, [{"prompt": f"{number}?", "answer": str(number)}], f"train-{number}-of-3.parquet")
     as_parquet(tmp_path, [{"prompt": "9?", "answer": "9"}], "test-0-of-1.parquet")
     pattern, folder = dataset(tmp_path / "train-*.parquet"), dataset(tmp_path)
-    assert [(p.problem_id, p.answer) for p in held_out(pattern, 3)] == [("train/1", "0"), ("train/2", "1"), ("train/3", "2")]
-    assert [p.answer for p in held_out(folder, 4)] == ["9", "0", "1", "2"]
+    assert [(p.problem_id, p.answer) for p in pattern.held_out(3)] == [("train/1", "0"), ("train/2", "1"), ("train/3", "2")]
+    assert [p.answer for p in folder.held_out(4)] == ["9", "0", "1", "2"]
 
 
 def test_a_dataset_saved_by_hugging_face(tmp_path):
     Dataset.from_list(GSM).save_to_disk(tmp_path / "gsm", num_shards=2)
     source = dataset(tmp_path / "gsm", columns=GSM_COLUMNS, answer_rule=AnswerRule.AFTER_HASHES)
-    assert [p.answer for p in held_out(source, 2)] == ["7", "2,160"]
+    assert [p.answer for p in source.held_out(2)] == ["7", "2,160"]
 
 
 def test_a_split_must_be_named(tmp_path):
