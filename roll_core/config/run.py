@@ -9,7 +9,14 @@ from roll_core.config.base import Section
 from roll_core.config.inference import InferenceConfig, TorchInference
 from roll_core.config.model import ModelConfig, ScratchModel
 from roll_core.config.placement import ClusterConfig, DeviceKind, PlacementConfig
-from roll_core.config.problems import ArithmeticProblems, ExactMatch, ProblemsConfig, RewardConfig
+from roll_core.config.problems import (
+    ArithmeticProblems,
+    ExactMatch,
+    ProblemsConfig,
+    ReasoningGym,
+    ReasoningGymProblems,
+    RewardConfig,
+)
 from roll_core.config.rollout import RolloutConfig
 from roll_core.config.services import (
     CheckpointConfig,
@@ -79,6 +86,14 @@ class RunConfig(Section):
     def _name_is_a_plain_word(self):
         if not self.name or not all(c.isalnum() or c in "-_" for c in self.name):
             raise ValueError(f"name ('{self.name}') may hold letters, digits, '-' and '_' only: it names folders")
+        return self
+
+    @model_validator(mode="after")
+    def _reward_can_grade_the_problems(self):
+        if isinstance(self.reward, ReasoningGym) and not isinstance(self.problems, ReasoningGymProblems):
+            raise ValueError(
+                f"reward.kind reasoning_gym grades problems.kind reasoning_gym alone, not {self.problems.kind}: change one"
+            )
         return self
 
     @model_validator(mode="after")

@@ -1,19 +1,13 @@
-"""Digit puzzles: generated, verifiable, learnable by a very small model. Sort '40213>' -> '01234'; add '17+25=' -> '042'.
+"""Digit puzzles: generated, verifiable, learnable by a very small model. Sort '40213>' -> '01234'; add '17+25=' -> '042'."""
 
-A problem is held out when the digest of its text says so, so training and evaluation never share one.
-"""
-
-import hashlib
 import random
 from itertools import count as count_from
 
 from roll_core.config.problems import ArithmeticProblems, Puzzle
+from roll_core.data.held_out import is_held_out
 from roll_core.errors import UserError
 from roll_core.seeds import derive_seed
 from roll_core.types.trajectory import Demonstration, Message, Problem, Speaker
-
-HELD_OUT_SHARE = 10
-"""One problem text in this many is held out."""
 
 
 class ArithmeticSource:
@@ -29,7 +23,7 @@ class ArithmeticSource:
         rng = random.Random(derive_seed(self._seed, "problem", index))
         while True:
             question, answer = self._draw(rng)
-            if not _is_held_out(question):
+            if not is_held_out(question):
                 return self._as_problem(f"train/{index}", question, answer)
 
     def held_out(self, count: int) -> list[Problem]:
@@ -38,7 +32,7 @@ class ArithmeticSource:
         found: dict[str, str] = {}
         for draw in count_from():
             question, answer = self._draw(rng)
-            if _is_held_out(question):
+            if is_held_out(question):
                 found[question] = answer
             if len(found) == count:
                 break
@@ -76,7 +70,3 @@ class ArithmeticSource:
     def _as_problem(self, place: str, question: str, answer: str) -> Problem:
         domain = self._config.puzzle.value
         return Problem(f"{domain}/{place}", domain, (Message(Speaker.USER, question),), answer)
-
-
-def _is_held_out(question: str) -> bool:
-    return hashlib.blake2b(question.encode(), digest_size=8).digest()[0] % HELD_OUT_SHARE == 0

@@ -5,9 +5,17 @@ A source is a pure function of its config and an index, so that a cursor (one nu
 
 from typing import Protocol
 
-from roll_core.config.problems import ArithmeticProblems, JsonlProblems, ProblemsConfig
+from roll_core.config.problems import (
+    ArithmeticProblems,
+    DatasetProblems,
+    JsonlProblems,
+    ProblemsConfig,
+    ReasoningGymProblems,
+)
 from roll_core.data.arithmetic import ArithmeticSource
+from roll_core.data.dataset import DatasetSource
 from roll_core.data.jsonl import JsonlSource
+from roll_core.data.reasoning_gym import ReasoningGymSource
 from roll_core.types.trajectory import Demonstration, Problem
 
 
@@ -36,3 +44,7 @@ def build_source(config: ProblemsConfig, seed: int) -> ProblemSource:
             return ArithmeticSource(config, seed)
         case JsonlProblems():
             return JsonlSource(config, seed)
+        case DatasetProblems():
+            return DatasetSource(config, seed)
+        case ReasoningGymProblems():
+            return ReasoningGymSource(config, seed)

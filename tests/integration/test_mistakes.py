@@ -35,6 +35,27 @@ def test_a_missing_problem_file(workspace):
     assert_refused(workspace.roll("run", str(workspace.config), *settings), "problems.train: no such file")
 
 
+def test_a_missing_table(workspace):
+    settings = ["--set", "problems={kind: dataset, train: nowhere, held_out: nowhere}"]
+    assert_refused(workspace.roll("run", str(workspace.config), *settings), "problems.train: no tables in")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["problems={kind: reasoning_gym, tasks: [{name: chain_sun}]}"], "did you mean 'chain_sum'?"),
+        (["problems={kind: reasoning_gym, tasks: [{nam: x}]}"], "problems.tasks.0.nam is not a key; did you mean 'name'?"),
+        (["problems={kind: reasoning_gym, tasks: []}"], "problems.tasks is [], but"),
+        (["reward.kind=reasoning_gym", "reward.partial_credit=0"], "reasoning_gym has the keys: deadline_seconds"),
+        (["reward={kind: reasoning_gym}"], "reward.kind reasoning_gym grades problems.kind reasoning_gym alone"),
+        (["reward={kind: math_verify, deadline_seconds: 0}"], "reward.deadline_seconds is 0, but"),
+    ],
+)
+def test_problems_and_rewards_that_cannot_be(workspace, settings, says):
+    done = workspace.roll("run", str(workspace.config), *(part for s in settings for part in ("--set", s)))
+    assert_refused(done, says)
+
+
 def test_a_missing_model(workspace):
     settings = ["--set", "model={kind: pretrained, path: /nowhere, max_positions: 64}"]
     assert_refused(workspace.roll("run", str(workspace.config), *settings), "model.path: no Hugging Face model in /nowhere")

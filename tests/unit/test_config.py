@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from roll_core.config.load import load_config
+from roll_core.config.model import PretrainedModel
 from roll_core.config.run import flat_config
 from roll_core.errors import UserError
 from tests.support import ROOT
@@ -98,6 +99,13 @@ def test_a_mistake_is_one_sentence_that_names_the_key(setting, says):
 
 def test_a_missing_file_is_named_with_its_nearest_neighbour():
     assert "did you mean" in sentence(ROOT / "configs/runs/quikstart.yaml")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/models").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_model_that_comes_with_roll_can_be_run(tmp_path, path):
+    config = load_config(write(tmp_path, f"extends: {path}\nname: a\niterations: 1\n"))
+    if isinstance(config.model, PretrainedModel):
+        assert Path(config.model.path).name.lower() == path.stem
 
 
 def test_a_missing_parent_names_the_file_that_extends_it(tmp_path):

@@ -1,0 +1,191 @@
+"""Rewards that grade in processes of their own: what is right, what hangs, what dies, and who is replaced."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from roll_core.config.problems import GymTask, MathVerify, OwnProcess, ReasoningGym, ReasoningGymProblems
+from roll_core.data.reasoning_gym import ReasoningGymSource
+from roll_core.errors import FailureClass, RewardError, UserError, classify
+from roll_core.rewards.base import Reward, build_reward
+from roll_core.rewards.own_process import OwnProcessGrader
+from roll_core.rewards.reasoning_gym import tagged
+from roll_core.roles.reward_role import RewardRole
+from roll_core.types.trajectory import Failure, Message, Problem, Score, Speaker, Trajectory
+from tests.support import tiny_config, trajectory
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+"""Processes outlive the event loop of a test; those of a reward worker end with it."""
+TOWER = "$9^{9^{9^{9^{9}}}}$"
+"""Evaluating it takes for ever."""
+
+
+def problem(answer: str) -> Problem:
+    return Problem("p/1", "p", (Message(Speaker.USER, "?"),), answer)
+
+
+def said(text: str) -> Trajectory:
+    answered = trajectory(0, 0, 0.0)
+    return replace(answered, turns=(replace(answered.turns[0], text=text),))
+
+
+def grade_all(reward: Reward, *asked: tuple[Problem, str]) -> list[Score | BaseException]:
+    """All at once, in one event loop, as a reward worker is asked."""
+
+    async def ask() -> list[Score | BaseException]:
+        return await asyncio.gather(*(reward(p, said(text)) for p, text in asked), return_exceptions=True)
+
+    return asyncio.run(ask())
+
+
+# -------------------------------------------------------------------------------------------------- Math-Verify
+def test_what_is_equal_in_mathematics_is_right():
+    right = [
+        ("42", "So the answer is 42."),
+        (r"\frac{1}{2}", "It is $0.5$."),
+        ("1,080", r"\boxed{1080}"),
+        ("x^2 - 1", "$(x - 1)(x + 1)$"),
+        (r"\{1, 2\}", r"\boxed{\{2, 1\}}"),
+    ]
+    wrong = [("42", "It is 41."), ("42", "no idea"), (r"\frac{1}{2}", r"\boxed{2}"), ("42", r"\frac{{{")]
+    asked = [(problem(answer), text) for answer, text in right + wrong]
+    expected = [Score(1.0, True)] * len(right) + [Score(0.0, False)] * len(wrong)
+    assert grade_all(build_reward(MathVerify()), *asked) == expected
+
+
+def test_an_answer_that_takes_for_ever_costs_its_trajectory_and_nobody_elses():
+    reward = build_reward(MathVerify(deadline_seconds=3.0, processes=1))
+    late, right = grade_all(reward, (problem("7"), TOWER), (problem("7"), "$3 + 4$"))
+    assert isinstance(late, RewardError)
+    assert str(late) == ("reward 'math_verify' could not grade problem p/1: it took longer than reward.deadline_seconds (3)")
+    assert classify(late) is FailureClass.DATA, "not tried again"
+    assert right == Score(1.0, True)
+
+
+def test_a_problem_without_mathematics_cannot_be_graded():
+    [failed] = grade_all(build_reward(MathVerify()), (problem(""), "42"))
+    assert str(failed).endswith("could not grade problem p/1: ValueError: its answer '' is not mathematics")
+
+
+def test_in_the_reward_worker_a_late_answer_is_a_failure_and_never_a_zero(tmp_path):
+    reward = {"kind": "math_verify", "deadline_seconds": 3.0}
+    worker = RewardRole(tiny_config(tmp_path, reward=reward))
+    items = [(problem("7"), said("7")), (problem("7"), said(TOWER)), (problem("7"), said("8"))]
+    right, late, wrong = asyncio.run(worker.grade(items))
+    assert (right, wrong) == (Score(1.0, True), Score(0.0, False))
+    assert isinstance(late, Failure)
+    assert "it took longer than reward.deadline_seconds (3)" in late.cause
+
+
+# -------------------------------------------------------------------------------------------------- any grader
+@pytest.fixture
+def grader(tmp_path, monkeypatch) -> OwnProcessGrader:
+    """A grader that does what it is asked to."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "their_grader.py").write_text(
+        "import os, time\n"
+        "from roll_core.types.trajectory import Score\n"
+        "def grade(request):\n"
+        "    print('graders may print')\n"
+        "    match request['do']:\n"
+        "        case 'die': os._exit(1)\n"
+        "        case 'hang': time.sleep(3600)\n"
+        "        case 'fill': bytes(2**40)\n"
+        "    return Score(float(os.getpid()), True)\n"
+        "def load_grader():\n"
+        "    return grade\n"
+    )
+    return OwnProcessGrader("theirs", "their_grader", OwnProcess(deadline_seconds=5.0, processes=1))
+
+
+def test_a_process_serves_many_answers_and_is_replaced_when_one_kills_it(grader):
+    async def ask() -> list[float | str]:
+        found: list[float | str] = []
+        for do in ("grade", "grade", "fill", "grade", "die", "grade", "hang", "grade"):
+            try:
+                found.append((await grader.grade(problem(""), {"do": do})).value)
+            except RewardError as error:
+                found.append(error.cause)
+        return found
+
+    first, same, full, still, dead, second, late, third = asyncio.run(ask())
+    assert first == same == still
+    assert len({first, second, third}) == 3
+    assert full == "MemoryError"
+    assert dead == "its process died of it"
+    assert late == "it took longer than reward.deadline_seconds (5)"
+
+
+def test_an_answer_that_is_no_longer_wanted_leaves_no_process_in_the_middle_of_it(grader):
+    async def ask() -> tuple[float, float]:
+        before = await grader.grade(problem(""), {"do": "grade"})
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(grader.grade(problem(""), {"do": "hang"}), 0.05)
+        return before.value, (await grader.grade(problem(""), {"do": "grade"})).value
+
+    before, after = asyncio.run(ask())
+    assert before != after
+
+
+def test_a_process_whose_reward_worker_is_gone_ends_by_itself(grader):
+    command = [sys.executable, "-m", "roll_core.rewards.own_process", "their_grader", "0.2"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, input=b'{"do": "hang"}\n', env=environment, capture_output=True, check=False)
+    assert done.returncode == -signal.SIGALRM
+    assert done.stdout == b"started\n"
+
+
+def test_a_grader_that_does_not_start_is_taken_to_be_unavailable():
+    grader = OwnProcessGrader("theirs", "no_such_grader", OwnProcess())
+    with pytest.raises(ConnectionError, match="the process of reward 'theirs' died while starting") as raised:
+        asyncio.run(grader.grade(problem(""), {}))
+    assert classify(raised.value) is FailureClass.TRANSIENT
+
+
+# -------------------------------------------------------------------------------------------------- Reasoning Gym
+def test_reasoning_gym_grades_with_the_scorer_of_the_task():
+    tasks = (GymTask(name="chain_sum", params={"max_terms": 2}), GymTask(name="countdown"), GymTask(name="gsm_symbolic"))
+    source = ReasoningGymSource(ReasoningGymProblems(tasks=tasks), seed=0)
+    problems = [source.problem(index) for index in range(12)]
+    assert {p.domain for p in problems} == {"chain_sum", "countdown", "gsm_symbolic"}
+    asked = [(p, f"Well: <answer> {p.answer} </answer>") for p in problems] + [(p, "no idea") for p in problems]
+    scores = grade_all(build_reward(ReasoningGym()), *asked)
+    assert scores[:12] == [Score(1.0, True)] * 12
+    assert all(isinstance(score, Score) and score.value < 0.5 and not score.correct for score in scores[12:])
+
+
+def test_what_is_in_the_last_tags_is_the_answer():
+    assert tagged("<answer>1</answer> no, <answer>\n7 </answer>", "answer") == "7"
+    assert tagged(" 7\n", "answer") == "7"
+    assert tagged("<answer>7</answer>", None) == "<answer>7</answer>"
+
+
+def test_reasoning_gym_grades_no_other_problems(tmp_path):
+    with pytest.raises(
+        UserError, match="reward.kind reasoning_gym grades problems.kind reasoning_gym alone, not arithmetic: change one"
+    ):
+        tiny_config(tmp_path, reward={"kind": "reasoning_gym"})
+
+
+# -------------------------------------------------------------------------------------------------- what is not installed
+@pytest.mark.parametrize(
+    ("module", "build", "says"),
+    [
+        ("math_verify", lambda: build_reward(MathVerify()), "reward.kind math_verify: the package math_verify is missing"),
+        ("reasoning_gym", lambda: build_reward(ReasoningGym()), "reward.kind reasoning_gym: the package reasoning_gym is"),
+        (
+            "reasoning_gym",
+            lambda: ReasoningGymSource(ReasoningGymProblems(tasks=(GymTask(name="chain_sum"),)), 0),
+            "problems.kind reasoning_gym: the package reasoning_gym is missing",
+        ),
+    ],
+)
+def test_a_missing_package_is_one_sentence(monkeypatch, module, build, says):
+    monkeypatch.setattr("roll_core.extras.find_spec", lambda name: None if name == module else object())
+    with pytest.raises(UserError, match=f"^{says}.* pip install 'roll\\[math\\]'$"):
+        build()

@@ -1,0 +1,240 @@
+"""Problems from JSON lines, tables and Reasoning Gym: columns, answers within answers, wording, what is held out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetDict
+
+from roll_core.config.problems import (
+    AnswerRule,
+    Columns,
+    DatasetProblems,
+    GymTask,
+    JsonlProblems,
+    ReasoningGymProblems,
+)
+from roll_core.data.dataset import DatasetSource
+from roll_core.data.filed import extract_answer
+from roll_core.data.jsonl import JsonlSource
+from roll_core.data.problem_source import build_source
+from roll_core.data.reasoning_gym import ReasoningGymSource
+from roll_core.errors import UserError
+from roll_core.types.trajectory import Message, Problem, Speaker
+from tests.support import tiny_config
+
+GSM = [
+    {"question": "Ann has 3 apples and buys 4. How many?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"},
+    {"question": "A car costs 1,080 dollars. Two?", "answer": "2 x 1,080 = 2,160\n#### 2,160"},
+]
+GSM_COLUMNS = Columns(prompt="question")
+
+
+def as_jsonl(folder: Path, rows: list[Any]) -> str:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / "rows.jsonl")
+
+
+def as_parquet(folder: Path, rows: list[dict[str, Any]], name: str = "rows.parquet") -> str:
+    pq.write_table(pa.Table.from_pylist(rows), folder / name)
+    return str(folder / name)
+
+
+def jsonl(folder: Path, rows: list[Any], **settings: Any) -> JsonlSource:
+    path = as_jsonl(folder, rows)
+    return JsonlSource(JsonlProblems(train=path, held_out=path, **settings), seed=0)
+
+
+def dataset(path: str | Path, **settings: Any) -> DatasetSource:
+    return DatasetSource(DatasetProblems(train=str(path), held_out=str(path), **settings), seed=0)
+
+
+# -------------------------------------------------------------------------------------------------- answers and columns
+@pytest.mark.parametrize(
+    ("rule", "text", "answer"),
+    [
+        (AnswerRule.WHOLE, " 42 ", " 42 "),
+        (AnswerRule.AFTER_HASHES, "6 x 7 = 42\n#### 42", "42"),
+        (AnswerRule.AFTER_HASHES, "#### 1\nno, #### 1,042", "1,042"),
+        (AnswerRule.BOXED, r"first \boxed{1}, then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+    ],
+)
+def test_an_answer_is_found_in_the_way_to_it(rule, text, answer):
+    assert extract_answer(rule, text) == answer
+
+
+@pytest.mark.parametrize(("rule", "text"), [(AnswerRule.AFTER_HASHES, "42"), (AnswerRule.BOXED, r"\boxed{1")])
+def test_an_answer_that_is_not_there_is_one_sentence(tmp_path, rule, text):
+    with pytest.raises(UserError, match="problems.train: line 1 of .* has no .* problems.answer_rule"):
+        jsonl(tmp_path, [{"prompt": "6 x 7?", "answer": text}], answer_rule=rule)
+
+
+def test_gsm8k_as_it_comes_in_jsonl_and_in_parquet(tmp_path):
+    settings = {"columns": GSM_COLUMNS, "answer_rule": AnswerRule.AFTER_HASHES}
+    for source in (jsonl(tmp_path, GSM, **settings), dataset(as_parquet(tmp_path, GSM), **settings)):
+        assert [p.answer for p in source.held_out(2)] == ["7", "2,160"]
+        assert source.held_out(1) == [Problem("rows/1", "rows", (Message(Speaker.USER, GSM[0]["question"]),), "7")]
+        assert source.domains == {"rows"}
+
+
+def test_a_column_may_be_nested_and_a_prompt_may_be_messages(tmp_path):
+    chat = [{"role": "system", "content": "Think."}, {"role": "user", "content": "6 x 7?"}]
+    rows = [{"prompt": chat, "reward_model": {"ground_truth": "42"}, "source": "made up"}]
+    columns = Columns(answer="reward_model.ground_truth", domain="source")
+    for source in (jsonl(tmp_path, rows, columns=columns), dataset(as_parquet(tmp_path, rows), columns=columns)):
+        messages = (Message(Speaker.SYSTEM, "Think."), Message(Speaker.USER, "6 x 7?"))
+        assert source.held_out(1) == [Problem("rows/1", "made up", messages, "42")]
+
+
+def test_a_domain_column_is_used_where_there_is_one(tmp_path):
+    rows = [{"prompt": "a", "answer": "b", "domain": "letters"}, {"prompt": "1", "answer": "2"}]
+    assert [p.domain for p in jsonl(tmp_path, rows).held_out(2)] == ["letters", "rows"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "says"),
+    [
+        (GSM, {}, r"line 1 of .* has no 'prompt': .* set problems.columns to what it has \(question, answer\)"),
+        (GSM, {"columns": Columns(prompt="question", domain="topic")}, "line 1 of .* has no 'topic'"),
+        ([[1]], {}, 'line 1 of .* must be like {"prompt": "...", "answer": "..."}'),
+        ([{"prompt": [{"role": "bot", "content": ""}], "answer": "1"}], {}, "has messages that are not like"),
+        ([{"prompt": [{"role": "assistant", "content": ""}], "answer": "1"}], {}, "has no message of role 'user'"),
+        (
+            [{"prompt": [{"role": "system", "content": ""}, {"role": "user", "content": ""}], "answer": "1"}],
+            {"system": "Think."},
+            "has a system message of its own: make problems.system null",
+        ),
+    ],
+)
+def test_a_row_that_cannot_be_a_problem_is_one_sentence(tmp_path, rows, settings, says):
+    with pytest.raises(UserError, match=f"^problems.train: .*{says}"):
+        jsonl(tmp_path, rows, **settings)
+
+
+# -------------------------------------------------------------------------------------------------- wording
+def test_words_around_a_problem(tmp_path):
+    settings = {"system": "You add.", "template": "{prompt}\nBoxes like \\boxed{7} are fine."}
+    [problem] = jsonl(tmp_path, [{"prompt": "3 + 4?", "answer": "7"}], **settings).held_out(1)
+    said = "3 + 4?\nBoxes like \\boxed{7} are fine."
+    assert problem.messages == (Message(Speaker.SYSTEM, "You add."), Message(Speaker.USER, said))
+
+
+def test_a_template_without_the_problem_is_one_sentence(tmp_path):
+    problems = {"kind": "jsonl", "train": "t", "held_out": "h", "template": "Answer!"}
+    with pytest.raises(UserError, match="problems.template: 'Answer!' must contain {prompt}"):
+        tiny_config(tmp_path, problems=problems)
+
+
+# -------------------------------------------------------------------------------------------------- tables
+def test_several_parquet_files_by_pattern_and_by_folder(tmp_path):
+    for number in range(3):
+        as_parquet(tmp_path, [{"prompt": f"{number}?", "answer": str(number)}], f"train-{number}-of-3.parquet")
+    as_parquet(tmp_path, [{"prompt": "9?", "answer": "9"}], "test-0-of-1.parquet")
+    pattern, folder = dataset(tmp_path / "train-*.parquet"), dataset(tmp_path)
+    assert [(p.problem_id, p.answer) for p in pattern.held_out(3)] == [("train/1", "0"), ("train/2", "1"), ("train/3", "2")]
+    assert [p.answer for p in folder.held_out(4)] == ["9", "0", "1", "2"]
+
+
+def test_a_dataset_saved_by_hugging_face(tmp_path):
+    Dataset.from_list(GSM).save_to_disk(tmp_path / "gsm", num_shards=2)
+    source = dataset(tmp_path / "gsm", columns=GSM_COLUMNS, answer_rule=AnswerRule.AFTER_HASHES)
+    assert [p.answer for p in source.held_out(2)] == ["7", "2,160"]
+
+
+def test_a_split_must_be_named(tmp_path):
+    DatasetDict({"train": Dataset.from_list(GSM), "test": Dataset.from_list(GSM)}).save_to_disk(tmp_path / "gsm")
+    with pytest.raises(
+        UserError, match="problems.train: .*gsm holds the splits train, test: name one of them, like .*gsm/train"
+    ):
+        dataset(tmp_path / "gsm")
+    assert dataset(tmp_path / "gsm/test", columns=GSM_COLUMNS).domains == {"test"}
+
+
+def test_tables_that_are_not_there_are_one_sentence(tmp_path):
+    with pytest.raises(UserError, match="problems.train: no tables in .*nowhere: name a Parquet file, a folder of them"):
+        dataset(tmp_path / "nowhere")
+    (tmp_path / "bad.parquet").write_text("not a table")
+    with pytest.raises(UserError, match="problems.train: .*bad.parquet cannot be read as a table"):
+        dataset(tmp_path / "bad.parquet")
+    with pytest.raises(UserError, match=r"row 1 of .* has no 'prompt': .*\(question, answer\)"):
+        dataset(as_parquet(tmp_path, GSM))
+
+
+# -------------------------------------------------------------------------------------------------- Reasoning Gym
+SUMS = GymTask(name="chain_sum", params={"max_terms": 2, "max_digits": 1})
+WORDS = GymTask(name="spell_backward", weight=3.0)
+
+
+def gym(*tasks: GymTask, seed: int = 0, **wording: Any) -> ReasoningGymSource:
+    return ReasoningGymSource(ReasoningGymProblems(tasks=tasks, **wording), seed)
+
+
+def test_items_depend_on_seed_and_index_alone():
+    source, again, other = gym(SUMS, WORDS), gym(SUMS, WORDS), gym(SUMS, WORDS, seed=1)
+    assert [source.problem(i) for i in (7, 3)] == [again.problem(i) for i in (7, 3)]
+    assert [source.problem(i) for i in range(8)] != [other.problem(i) for i in range(8)]
+    assert source.held_out(20) == other.held_out(30)[:20]
+
+
+def test_tasks_are_drawn_by_weight():
+    source = gym(SUMS, WORDS)
+    drawn = [source.problem(i).domain for i in range(400)]
+    assert source.domains == set(drawn) == {"chain_sum", "spell_backward"}
+    assert 0.65 < drawn.count("spell_backward") / 400 < 0.85
+
+
+def test_held_out_items_are_never_trained_on_even_where_there_are_few_different_ones():
+    source = gym(SUMS)
+    held_out_texts = {p.messages[0].text for p in source.held_out(10)}
+    trained = [source.problem(i).messages[0].text for i in range(600)]
+    assert len(held_out_texts) == 10
+    assert len(set(trained)) < 200, "there are few, so many come twice"
+    assert not held_out_texts & set(trained)
+
+
+def test_an_item_has_its_answer_and_the_words_of_the_config():
+    problem = gym(SUMS, template="{prompt} #### ").problem(0)
+    text = problem.messages[0].text
+    first, sign, second = text.partition("problem: ")[2].removesuffix(" = #### ").split()
+    assert int(problem.answer) == int(first) + int(second) * (1 if sign == "+" else -1)
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        (
+            GymTask(name="chain_sun"),
+            "problems.tasks.0.name: Reasoning Gym has no task 'chain_sun'; did you mean 'chain_sum'?",
+        ),
+        (
+            GymTask(name="chain_sum", params={"digits": 3}),
+            "problems.tasks.0.params: chain_sum does not take them .*'digits'",
+        ),
+        (GymTask(name="chain_sum", params={"min_terms": 9}), "problems.tasks.0.params: chain_sum does not take them"),
+    ],
+)
+def test_a_task_that_cannot_be_is_one_sentence(task, says):
+    with pytest.raises(UserError, match=f"^{says}"):
+        gym(task)
+
+
+def test_more_held_out_items_than_there_are_is_one_sentence():
+    with pytest.raises(UserError, match=r"evaluation.num_problems \(40\) is more than the different problems"):
+        gym(SUMS).held_out(40)
+
+
+def test_what_a_config_may_not_say_of_a_task(tmp_path):
+    problems = {"kind": "reasoning_gym", "tasks": [{"name": "chain_sum", "params": {"seed": 3}}]}
+    with pytest.raises(UserError, match="problems.tasks.0.params: 'seed' is not for the config to say"):
+        tiny_config(tmp_path, problems=problems)
+
+
+def test_every_kind_of_source_can_be_asked_for(tmp_path):
+    path = as_parquet(tmp_path, [{"prompt": "a", "answer": "b"}])
+    config = tiny_config(tmp_path, problems={"kind": "dataset", "train": path, "held_out": path})
+    assert build_source(config.problems, 0).domains == {"rows"}
+    config = tiny_config(tmp_path, problems={"kind": "reasoning_gym", "tasks": [{"name": "chain_sum"}]})
+    assert build_source(config.problems, 0).domains == {"chain_sum"}
