@@ -1,9 +1,11 @@
-"""Tokens per second of the torch engine and the torch backend on one GPU, for a model of about half a billion parameters.
+"""What the engines, the torch backend and the passage of weights between them do on one GPU, for the shape of a Qwen3 model.
 
-    python benchmarks/gpu_parts.py [--sequences 512] [--new-tokens 256]
+    python benchmarks/gpu_parts.py [--shape 0.6b|1.7b] [--sequences 512] [--new-tokens 256]
 
-Needs a GPU and neither Ray nor Prefect. Prints decode tokens/s (all slots busy), update tokens/s, peak memory, how long a
-checkpoint's copy blocks the trainer, and what the output layer of a real vocabulary costs, fused and plain.
+Needs a GPU, vLLM, and neither Ray nor Prefect. Prints decode tokens/s of both engines (all slots busy), update tokens/s, its
+share of the GPU's arithmetic (MFU: 6 operations a parameter and token, and attention's, of 989 TFLOP/s dense bfloat16) and
+peak memory, how fast an engine takes over weights through the GPU's memory beside a plain copy there, how long a checkpoint's
+copy blocks the trainer, and what the output layer of a real vocabulary costs, fused and plain.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import random
 import tempfile
 import time
 import warnings
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -22,14 +25,21 @@ from roll_core.batching.micro_batch import GlobalCounts, build_micro_batches
 from roll_core.batching.packing import PackingLimits
 from roll_core.batching.token_data import TokenData
 from roll_core.config.algorithm import Grpo
+from roll_core.config.inference import VllmInference
 from roll_core.config.model import ScratchModel
+from roll_core.config.rollout import InFlight
 from roll_core.config.training import OptimizerConfig, Packing, Precision, TrainingConfig
+from roll_core.inference.base import InferenceEngine
 from roll_core.inference.requests import GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
+from roll_core.inference.vllm_engine import VllmEngine
 from roll_core.training.scorer import ScoreTokens
 from roll_core.training.torch_backend import TorchBackend
 from roll_core.training.torch_trained import TorchSettings
 from roll_core.types.sample import Sample
+from roll_core.weights.buckets import pack_on_device
+from roll_core.weights.checks import Watch
+from roll_core.weights.digests import WeightsDigest
 
 GPU = torch.device("cuda")
 PROMPT_TOKENS = 64
@@ -37,21 +47,20 @@ PROMPT_TOKENS = 64
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
-def half_a_billion(max_positions: int) -> ScratchModel:
-    """The shape of Qwen3-0.6B, with a character vocabulary."""
-    return ScratchModel(
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_layers=28,
-        num_heads=16,
-        num_kv_heads=8,
-        max_positions=max_positions,
-        init_std=0.02,
-    )
+SHAPES = {
+    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_layers": 28, "num_heads": 16, "num_kv_heads": 8},
+    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_layers": 28, "num_heads": 16, "num_kv_heads": 8},
+}
+"""Of Qwen3 models, with 64 and 128 features a head, and a character vocabulary."""
+PEAK_FLOPS = 989e12
+"""H100 and H200, dense bfloat16, as their maker states it."""
 
 
-async def decode(model: ScratchModel, sequences: int, new_tokens: int) -> float:
-    engine = TorchEngine(model, seed=0, num_slots=sequences, device=GPU, dtype=torch.bfloat16)
+def shaped(name: str, max_positions: int) -> ScratchModel:
+    return ScratchModel(**SHAPES[name], max_positions=max_positions, init_std=0.02)
+
+
+async def decode(engine: InferenceEngine, sequences: int, new_tokens: int) -> float:
     rng = random.Random(0)
     prompts = [tuple(rng.randrange(2, 60) for _ in range(PROMPT_TOKENS)) for _ in range(sequences // 8)]
     asked = [GenerationRequest(str(i), prompts[i // 8], new_tokens, 1.0, (), seed=i) for i in range(sequences)]
@@ -61,26 +70,94 @@ async def decode(model: ScratchModel, sequences: int, new_tokens: int) -> float:
     return sequences * new_tokens / (time.perf_counter() - start)
 
 
-def update(model: ScratchModel, sequences: int, new_tokens: int) -> float:
-    training = TrainingConfig(precision=Precision.BFLOAT16, activation_checkpointing=True)
+async def by_torch(model: ScratchModel, sequences: int, new_tokens: int) -> None:
+    engine = TorchEngine(model, seed=0, num_slots=sequences, device=GPU, dtype=torch.bfloat16)
+    print(f"decode, torch engine: {await decode(engine, sequences, new_tokens):,.0f} tokens/s")
+
+
+async def by_vllm(model: ScratchModel, sequences: int, new_tokens: int) -> None:
+    """Started, given weights several times through the GPU's memory, and put to work."""
+    backend = TorchBackend(model, TorchSettings(TrainingConfig(), seed=0, temperature=1.0, device=GPU))
+    start = time.perf_counter()
+    config = VllmInference(memory_share=0.5)
+    engine = VllmEngine(model, config, num_slots=sequences, device=GPU, dtype=torch.bfloat16, num_threads=8)
+    print(f"vLLM started in {time.perf_counter() - start:.0f} s")
+    for version in range(4):
+        await sync(engine, backend, version)
+    print(f"decode, vLLM: {await decode(engine, sequences, new_tokens):,.0f} tokens/s")
+    for name, act in (("sleep", engine.sleep), ("wake", engine.wake)):
+        start = time.perf_counter()
+        await act()
+        print(f"{name} in {time.perf_counter() - start:.2f} s")
+    engine.close()
+
+
+async def sync(engine: VllmEngine, backend: TorchBackend, version: int) -> None:
+    times = [time.perf_counter()]
+    watch, digest = Watch(version), WeightsDigest()
+    await engine.begin_update(InFlight.FINISH)
+    times.append(time.perf_counter())
+    num_bytes = 0
+    for bucket in pack_on_device(watch.over(digest.over(backend.weights())), torch.bfloat16):
+        await engine.load(bucket)
+        num_bytes += bucket.num_bytes
+    times.append(time.perf_counter())
+    await engine.finish_update(version, watch.check)
+    digest.hexdigest()
+    times.append(time.perf_counter())
+    begin, load, finish = (later - earlier for earlier, later in pairwise(times))
+    rate = num_bytes / (times[-1] - times[0]) / 1e9
+    print(f"sync {version}: {num_bytes / 1e9:.2f} GB in {times[-1] - times[0]:.3f} s, {rate:.1f} GB/s ", end="")
+    print(f"(begin {begin:.3f}, load {load:.3f}, check {finish:.3f} s)")
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second that are copied from one place of the GPU's memory to another, read and written counted once."""
+    source = torch.empty(2**31, dtype=torch.uint8, device=GPU)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(10):
+        target.copy_(source)
+    torch.cuda.synchronize()
+    return 10 * len(source) / (time.perf_counter() - start)
+
+
+def update(model: ScratchModel, sequences: int, new_tokens: int, training: TrainingConfig) -> None:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     backend = TorchBackend(model, TorchSettings(training, seed=0, temperature=1.0, device=GPU))
     backend.start_optimizer(OptimizerConfig(), total_steps=10)
     rng = random.Random(0)
     samples = [_sample(rng, new_tokens) for _ in range(sequences)]
     tokens, counts = _tokens(sequences, new_tokens), GlobalCounts(sequences * new_tokens, sequences)
-    limits = PackingLimits(65536, None, Packing.ROWS)
+    limits = PackingLimits(training.micro_batch_tokens, None, Packing.ROWS)
     loss = build_algorithm(Grpo(), num_optimizer_steps=1, max_new_tokens=new_tokens).loss
+    micro_batches = build_micro_batches(
+        samples, tokens, chosen=range(sequences), counts=counts, rank=0, num_ranks=1, limits=limits
+    )
     seconds = []
-    for _ in range(3):
+    for _ in range(4):
         start = time.perf_counter()
-        for micro_batch in build_micro_batches(
-            samples, tokens, chosen=range(sequences), counts=counts, rank=0, num_ranks=1, limits=limits
-        ):
+        for micro_batch in micro_batches:
             backend.accumulate(micro_batch, loss)
         backend.apply_gradients()
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return sum(s.num_tokens for s in samples) / min(seconds)
+    rate, peak = sum(s.num_tokens for s in samples) / min(seconds), torch.cuda.max_memory_allocated() / 1e9
+    mfu = rate * operations(backend, model, PROMPT_TOKENS + new_tokens) / PEAK_FLOPS
+    how = [key for key in ("compile", "activation_checkpointing") if getattr(training, key)]
+    print(
+        f"update ({', '.join(how) or 'plain'}): {rate:,.0f} tokens/s, MFU {mfu:.0%}, first time {seconds[0]:.0f} s, ", end=""
+    )
+    print(f"peak {peak:.0f} GB, micro-batches of {training.micro_batch_tokens}")
+
+
+def operations(backend: TorchBackend, model: ScratchModel, length: int) -> float:
+    """Of the forward and backward pass, a token; what is computed twice to save memory is not counted twice."""
+    parameters = sum(tensor.numel() for _, tensor in backend.weights())
+    return 6 * parameters + 12 * model.num_layers * model.hidden_size * length / 2
 
 
 def _sample(rng: random.Random, new_tokens: int) -> Sample:
@@ -143,15 +220,24 @@ def score_tokens(num_tokens: int, hidden: int = 1024, vocabulary: int = 151_936,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="0.6b")
     parser.add_argument("--sequences", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--micro-batch-tokens", type=int, default=32768)
     options = parser.parse_args()
-    model = half_a_billion(PROMPT_TOKENS + options.new_tokens)
-    print(torch.cuda.get_device_name(), f"{options.sequences} sequences of {PROMPT_TOKENS} + {options.new_tokens} tokens")
-    print(f"decode {asyncio.run(decode(model, options.sequences, options.new_tokens)):,.0f} tokens/s")
-    torch.cuda.reset_peak_memory_stats()
-    print(f"update {update(model, options.sequences, options.new_tokens):,.0f} tokens/s")
-    print(f"peak memory of the update {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
+    model, work = shaped(options.shape, PROMPT_TOKENS + options.new_tokens), (options.sequences, options.new_tokens)
+    print(f"{torch.cuda.get_device_name()}, {options.shape}, {work[0]} sequences of {PROMPT_TOKENS} + {work[1]} tokens")
+    print(f"copy within the GPU: {copy_bandwidth() / 1e9:,.0f} GB/s")
+    asyncio.run(by_vllm(model, *work))
+    for compiled, recomputes in ((False, False), (True, False), (True, True)):
+        training = TrainingConfig(
+            precision=Precision.BFLOAT16,
+            compile=compiled,
+            activation_checkpointing=recomputes,
+            micro_batch_tokens=options.micro_batch_tokens,
+        )
+        update(model, *work, training)
+    asyncio.run(by_torch(model, *work))
     snapshots(model)
     score_tokens(16_384)
 

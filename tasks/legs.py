@@ -10,6 +10,7 @@ import submitit
 from prefect.context import serialize_context
 
 from infra.slurm.launcher import submit_leg
+from roll_core.config.placement import DeviceKind
 from roll_core.config.run import RunConfig
 from roll_core.errors import FailureClass, IterationTaken, RollError, StoreUnavailable, classify, one_line
 from roll_core.store.object_store import ObjectStore
@@ -37,7 +38,8 @@ def run_leg(run: RunRef, leg: int, function: LegFunction) -> LegEnded:
     config = read_config(run)
     folder = run_dir(run, config) / f"leg-{leg}"
     watch = ManifestWatch(run, next_iteration=len(read_chain(store_of(run), run.run_id)))
-    job = submit_leg(config.legs, folder, function, (run, leg, serialize_context(), os.getpid()))
+    num_gpus = config.cluster.devices_per_node if config.cluster.device is DeviceKind.CUDA else 0
+    job = submit_leg(config.legs, num_gpus, folder, function, (run, leg, serialize_context(), os.getpid()))
     try:
         while not job.done():
             watch.look()

@@ -12,18 +12,30 @@ from roll_core.config.services import Launcher, LegsConfig
 
 
 def submit_leg(
-    legs: LegsConfig, folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]
+    legs: LegsConfig, num_gpus: int, folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> submitit.Job[Any]:
-    """Start `function(*arguments)` as a leg; its logs and result lie in `folder`."""
+    """Start `function(*arguments)` as a leg, with so many GPUs on each node; its logs and result lie in `folder`."""
     match legs.launcher:
         case Launcher.LOCAL:
             executor = submitit.LocalExecutor(folder=folder, max_num_timeout=0)
-            executor.update_parameters(timeout_min=legs.time_limit_minutes, signal_delay_s=60, stderr_to_stdout=True)
+            executor.update_parameters(
+                timeout_min=legs.time_limit_minutes,
+                signal_delay_s=60,
+                stderr_to_stdout=True,
+                gpus_per_node=num_gpus,  # or submitit hides them all
+                visible_gpus=_visible_gpus(),
+            )
             with _inherited_output(folder / "launcher.log"):
                 job = executor.submit(function, *arguments)
             # For slow file systems submitit waits 15 s for the result of a process that has ended; here it is there or lost.
             job._results_timeout_s = 0
             return job
+
+
+def _visible_gpus() -> tuple[int, ...]:
+    """Those that whoever started us chose by number; none if that was left open."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return tuple(int(gpu) for gpu in chosen) if all(gpu.strip().isdigit() for gpu in chosen) else ()
 
 
 @contextlib.contextmanager

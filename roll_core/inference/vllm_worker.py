@@ -146,7 +146,7 @@ def _readings(model: Any, sample: WeightsSample) -> Iterator[tuple[str, Tensor]]
                 whole = _columns(module, kind, columns_C)
                 yield f"{parent}.{fused}", whole[_rows(module, parts.index(leaf))]
     if path.endswith("embed_tokens") and model.config.tie_word_embeddings:
-        yield "the output head", _answers(modules["lm_head"], columns_C)
+        yield "the output head", _answers(model.lm_head, columns_C)  # which may be the embedding itself
 
 
 def _columns(module: Any, kind: str, columns_C: Tensor) -> Tensor:

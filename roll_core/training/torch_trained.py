@@ -45,6 +45,9 @@ class TorchSettings:
         if self.training.activation_checkpointing:
             built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             built.train()
+        if self.training.compile:
+            for layer in built.base_model.layers:
+                layer.compile(dynamic=True)  # one by one: they are alike, and are compiled once
         return built
 
     def shard(self, module: nn.Module, layers: Iterable[nn.Module]) -> None:
