@@ -4,8 +4,8 @@
 
 Needs a GPU, vLLM, and neither Ray nor Prefect. Prints decode tokens/s of both engines (all slots busy), update tokens/s, its
 share of the GPU's arithmetic (MFU: 6 operations a parameter and token, and attention's, of 989 TFLOP/s dense bfloat16) and
-peak memory, how fast an engine takes over weights through the GPU's memory beside a plain copy there, how long a checkpoint's
-copy blocks the trainer, and what the output layer of a real vocabulary costs, fused and plain.
+peak memory, how fast an engine takes over weights through the GPU's memory beside a plain copy there, how long the copy for a
+checkpoint blocks the trainer, and what the output layer of a real vocabulary costs, fused and plain.
 """
 
 import argparse
