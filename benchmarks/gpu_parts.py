@@ -93,7 +93,13 @@ def _sample(rng: random.Random, new_tokens: int) -> Sample:
 def _tokens(sequences: int, new_tokens: int) -> TokenData:
     count = sequences * new_tokens
     turn_N = torch.arange(sequences).repeat_interleave(new_tokens)
-    return TokenData(torch.full((count,), -4.0), turn_N, torch.randn(sequences)[turn_N], torch.ones(count))
+    return TokenData(
+        sampler_logprobs_N=torch.full((count,), -4.0),
+        turn_N=turn_N,
+        advantages_N=torch.randn(sequences)[turn_N],
+        weights_N=torch.ones(count),
+        is_fresh_N=torch.ones(count, dtype=torch.bool),
+    )
 
 
 def snapshots(model: ScratchModel) -> None:
