@@ -4,8 +4,8 @@
 
 Needs a GPU, vLLM, and neither Ray nor Prefect. Prints decode tokens/s of both engines (all slots busy), update tokens/s, its
 share of the GPU's arithmetic (MFU: 6 operations a parameter and token, and attention's, of 989 TFLOP/s dense bfloat16) and
-peak memory, how fast an engine takes over weights through the GPU's memory beside a plain copy there, how long the copy for a
-checkpoint blocks the trainer, and what the output layer of a real vocabulary costs, fused and plain.
+peak memory, how fast an engine takes over weights through the GPU's memory and how fast a plain copy there is, how long the
+copy for a checkpoint blocks the trainer, and what the output layer of a real vocabulary costs, fused and plain.
 """
 
 import argparse
@@ -170,7 +170,13 @@ def _sample(rng: random.Random, new_tokens: int) -> Sample:
 def _tokens(sequences: int, new_tokens: int) -> TokenData:
     count = sequences * new_tokens
     turn_N = torch.arange(sequences).repeat_interleave(new_tokens)
-    return TokenData(torch.full((count,), -4.0), turn_N, torch.randn(sequences)[turn_N], torch.ones(count))
+    return TokenData(
+        sampler_logprobs_N=torch.full((count,), -4.0),
+        turn_N=turn_N,
+        advantages_N=torch.randn(sequences)[turn_N],
+        weights_N=torch.ones(count),
+        is_fresh_N=torch.ones(count, dtype=torch.bool),
+    )
 
 
 def snapshots(model: ScratchModel) -> None:

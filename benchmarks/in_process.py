@@ -119,7 +119,7 @@ class _Loop:
         times = [time.perf_counter()]
         rollout = await self.scheduler.collect(manifest.collected.request, self.config.deadlines.collect)
         times.append(time.perf_counter())
-        prepared = self.learner.prepare(rollout.trajectories)
+        prepared = self.learner.prepare(rollout.trajectories, manifest.collected.request.weights_version)
         times.append(time.perf_counter())
         if self.config.algorithm.has_critic:
             self.learner.update_critic(prepared, manifest.iteration)

@@ -65,7 +65,7 @@ def measure(config: RunConfig, repeats: int) -> tuple[float, float, float]:
     """Seconds of credit, of the losses of an iteration, and of its whole update."""
     learner = Learner(config, rank=0, num_ranks=1, device=torch.device("cpu"))
     attempts = trajectories(config)
-    prepared, inputs = learner.prepare(attempts), build_batch(attempts).credit
+    prepared, inputs = learner.prepare(attempts, weights_version=0), build_batch(attempts).credit
     if config.algorithm.has_critic:
         inputs = learner._with_signals(build_batch(attempts))
     algorithm = build_algorithm(config.algorithm, num_optimizer_steps=1, max_new_tokens=config.rollout.max_new_tokens)
@@ -143,7 +143,7 @@ def main() -> None:
     for precision in Precision:
         config = load_config(QUICKSTART, [f"training.precision={precision}"])
         learner = Learner(config, rank=0, num_ranks=1, device=torch.device("cpu"))
-        micro_batch = learner.prepare(trajectories(config)).steps[0][0]
+        micro_batch = learner.prepare(trajectories(config), weights_version=0).steps[0][0]
         for entropy, full_kl in ((False, False), (True, False), (True, True)):
             name = f"{precision}{', entropy bonus' if entropy else ''}{', full KL' if full_kl else ''}"
             print(f"  {name:35} {count_logits(config, micro_batch, entropy=entropy, full_kl=full_kl)}")

@@ -65,6 +65,10 @@ class WeightsMismatch(RollError):
     """What an engine took over is not what the trainer published; it does not serve."""
 
 
+class SamplerDisagrees(RollError):
+    """Engines and trainer differ about tokens of the same weights, beyond training.agreement; the policy did not move."""
+
+
 class EngineDied(RollError):
     """What an engine generates with ended; the engine is of no use any more."""
 

@@ -1,13 +1,20 @@
 """update: the policy moves. update_critic: the critic does. warm_start: supervised steps before the first iteration."""
 
+import logging
+
+from roll_core.config.agreement import AgreementConfig
 from roll_core.types.manifest import Prepared, Receipt, Updated
 from tasks.durability import state_changing
 from tasks.services import Services
 
+log = logging.getLogger(__name__)
+
 
 @state_changing("update {prepared.collected.request.iteration}")
 def update(prepared: Prepared, services: Services) -> Updated:
-    return services.fleet.update(prepared.collected)
+    updated = services.fleet.update(prepared.collected)
+    say_if_sampler_disagrees(updated, services.config.training.agreement)
+    return updated
 
 
 @state_changing("update_critic {prepared.collected.request.iteration}")
@@ -18,3 +25,10 @@ def update_critic(prepared: Prepared, services: Services) -> Receipt:
 @state_changing("warm_start")
 def warm_start(services: Services) -> Updated:
     return Updated(iteration=0, weights_version=0, metrics=services.fleet.warm_start())
+
+
+def say_if_sampler_disagrees(updated: Updated, limits: AgreementConfig | None) -> None:
+    """One sentence for an iteration that was trained on beyond the limits."""
+    complaint = limits.complaint(updated.metrics) if limits is not None else None
+    if limits is not None and complaint is not None:
+        log.warning("iteration %d (training.agreement.action %s): %s", updated.iteration, limits.action, complaint)

@@ -17,24 +17,27 @@ from roll_core.types.trajectory import Trajectory
 
 
 class InProcess:
-    """One iteration a call: collect, prepare, the critic's update where there is one, update, publish."""
+    """One iteration a call: collect, prepare, the critic's update where there is one, update, publish. Engines may be told
+    something else than the learner (`sampled_by`), or round differently."""
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RunConfig, *, sampled_by: RunConfig | None = None, engine_dtype: torch.dtype = torch.float32):
         self._config = config
+        self._sampled_by = sampled_by or config
+        self._engine_dtype = engine_dtype
         self.learner = Learner(config, rank=0, num_ranks=1, device=torch.device("cpu"))
         self.learner.build_teachers()
         self._iterations = count(1)
 
     def iterate(self) -> Metrics:
         iteration = next(self._iterations)
-        prepared = self.learner.prepare(asyncio.run(self._collect(iteration)))
+        prepared = self.learner.prepare(asyncio.run(self._collect(iteration)), weights_version=iteration - 1)
         critic = self.learner.update_critic(prepared, iteration) if self._config.algorithm.has_critic else {}
         return prepared.metrics | critic | self.learner.update(prepared, iteration)
 
     async def _collect(self, iteration: int) -> list[Trajectory]:
-        config = self._config
+        config = self._sampled_by
         # A new engine every time: asyncio's primitives belong to the loop they were made in.
-        engine = TorchEngine(config.model, seed=0, num_slots=64, device=torch.device("cpu"), dtype=torch.float32)
+        engine = TorchEngine(config.model, seed=0, num_slots=64, device=torch.device("cpu"), dtype=self._engine_dtype)
         await adopt(engine, WeightsUpdate(iteration - 1, self.learner.weights()), InFlight.FINISH)
         scheduler = scheduler_in_process(config, engine, RewardRole(config))
         groups = config.rollout.num_groups

@@ -22,6 +22,7 @@ def random_tokens(samples: Sequence[Sample], seed: int = 0) -> TokenData:
         turn_N=2 * torch.arange(len(samples)).repeat_interleave(lengths) + half_N,
         advantages_N=torch.randn(len(samples), generator=generator).repeat_interleave(lengths),
         weights_N=torch.ones(total),
+        is_fresh_N=torch.ones(total, dtype=torch.bool),
         values_N=torch.randn(total, generator=generator),
         returns_N=torch.randn(total, generator=generator),
     )

@@ -21,6 +21,8 @@ class GradedBatch:
     groups: tuple[int, ...]
     """The group of each."""
     credit: CreditInputs
+    weights_version_N: Tensor
+    """The oldest weights behind each trained token: those its turn began with, whose cache it may have been sampled over."""
     num_without_baseline: int
     """Trajectories left out because the greedy attempt at their problem failed."""
 
@@ -37,6 +39,7 @@ def build_batch(trajectories: Sequence[Trajectory]) -> GradedBatch:
     turn_N = torch.arange(len(turns)).repeat_interleave(
         torch.tensor([len(t.completion_ids) for t in turns], dtype=torch.long)
     )
+    oldest_version_T = torch.tensor([min(turn.weights_versions, default=0) for turn in turns], dtype=torch.long)
     domains = tuple(dict.fromkeys(t.domain for t in chosen))
     outcomes = AdvantageInputs(
         rewards_S=_floats(_outcome(t, score) for t, score in graded),
@@ -61,6 +64,7 @@ def build_batch(trajectories: Sequence[Trajectory]) -> GradedBatch:
         samples=tuple(_as_sample(t) for t in chosen),
         groups=tuple(t.group for t in chosen),
         credit=credit,
+        weights_version_N=oldest_version_T[turn_N],
         num_without_baseline=len(sampled) - len(graded),
     )
 

@@ -9,16 +9,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenData:
-    """None: not asked for by the algorithm. `turn_N` numbers the turns of the whole batch.
+    """None: not asked for by the algorithm. `turn_N` numbers the turns of the whole batch. `is_fresh_N` is true for tokens
+    of turns that were sampled from their beginning by the weights in training, as these are before the first optimizer step.
 
     Example (two samples, of two trained tokens and of one): sampler_logprobs_N=[-0.1, -0.2, -0.4], turn_N=[0, 0, 1],
-    advantages_N=[0.5, 0.5, -0.5], weights_N=[1., 1., 1.]
+    advantages_N=[0.5, 0.5, -0.5], weights_N=[1., 1., 1.], is_fresh_N=[True, True, False]
     """
 
     sampler_logprobs_N: Tensor
     turn_N: Tensor
     advantages_N: Tensor
     weights_N: Tensor
+    is_fresh_N: Tensor
     anchor_logprobs_N: Tensor | None = None
     reference_logprobs_N: Tensor | None = None
     values_N: Tensor | None = None
@@ -39,5 +41,10 @@ class TokenData:
 
 def untaught(num_tokens: int) -> TokenData:
     """Tokens of which nothing is known but that they are to be imitated or scored."""
-    zeros_N = torch.zeros(num_tokens)
-    return TokenData(zeros_N, torch.zeros(num_tokens, dtype=torch.long), zeros_N, torch.ones(num_tokens))
+    return TokenData(
+        sampler_logprobs_N=torch.zeros(num_tokens),
+        turn_N=torch.zeros(num_tokens, dtype=torch.long),
+        advantages_N=torch.zeros(num_tokens),
+        weights_N=torch.ones(num_tokens),
+        is_fresh_N=torch.zeros(num_tokens, dtype=torch.bool),
+    )

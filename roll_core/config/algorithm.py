@@ -241,6 +241,10 @@ class TruncatedIs(PolicyUpdate):
     scale_by_std: bool = True
     """Divide group-relative rewards by their standard deviation in the group."""
 
+    @property
+    def corrects(self) -> bool:
+        return True
+
     @model_validator(mode="after")
     def _bounds(self):
         _check_sampler_weights(self.lower, self.upper, self.correction)
@@ -268,6 +272,10 @@ class Topr(PolicyUpdate):
     @property
     def compares_groups(self) -> bool:
         return self.reward_baseline is None
+
+    @property
+    def corrects(self) -> bool:
+        return True
 
     @model_validator(mode="after")
     def _bounds(self):

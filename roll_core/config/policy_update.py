@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
@@ -108,6 +108,16 @@ class PolicyUpdate(Section):
     def warmup_iterations(self) -> int:
         """Iterations at the start in which only the critic learns."""
         return 0 if self.value_model is None else self.value_model.warmup_iterations
+
+    @property
+    def corrects(self) -> bool:
+        """Whether tokens of another policy than the trainer's already count by how likely the trainer finds them."""
+        return self.correction is not None
+
+    @property
+    def corrected(self) -> Self:
+        """The same method with truncated importance sampling, token by token, unless it corrects already."""
+        return self if self.corrects else self.model_copy(update={"correction": CorrectionConfig()})
 
     @property
     def credit_signals(self) -> frozenset[Signal]:

@@ -4,6 +4,7 @@ from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
+from roll_core.config.agreement import AgreementAction
 from roll_core.config.algorithm import AlgorithmConfig, Grpo
 from roll_core.config.base import Section
 from roll_core.config.inference import InferenceConfig, TorchInference
@@ -81,6 +82,13 @@ class RunConfig(Section):
     def policy_optimizer_steps(self) -> int:
         """Those in which the policy moves; it waits while a critic warms up."""
         return (self.iterations - self.algorithm.warmup_iterations) * self.training.steps_per_iteration
+
+    @property
+    def algorithm_in_disagreement(self) -> AlgorithmConfig:
+        """That of iterations beyond the limits of `training.agreement`."""
+        agreement = self.training.agreement
+        corrects = agreement is not None and agreement.action is AgreementAction.CORRECT
+        return self.algorithm.corrected if corrects else self.algorithm
 
     @model_validator(mode="after")
     def _name_is_a_plain_word(self):
@@ -169,6 +177,15 @@ class RunConfig(Section):
                     f"{key}.masks.wrong_above_tokens ({limit}) must be below rollout.max_new_tokens ({max_new_tokens}): "
                     "no completion is longer"
                 )
+
+    @model_validator(mode="after")
+    def _there_is_a_sampler_to_agree_with(self):
+        if self.training.agreement is not None and self.inference.kind == "rehearsal":
+            raise ValueError(
+                "training.agreement compares logprobs of trainer and engines, and inference.kind rehearsal has no model: "
+                "leave training.agreement out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _placement_fits_cluster(self):

@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from roll_core.config.agreement import AgreementConfig
 from roll_core.config.base import Section
 
 
@@ -65,6 +66,8 @@ class TrainingConfig(Section):
     """Compile the layers: about half a minute when they are first used, and one and a half times as fast on a GPU since."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: about 30 % more compute for much less memory."""
+    agreement: AgreementConfig | None = None
+    """Limits on how far the trainer's logprobs may be from the engines'; null only measures (metrics mismatch/*)."""
 
     @property
     def steps_per_iteration(self) -> int:

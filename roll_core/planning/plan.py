@@ -38,7 +38,7 @@ def _run(config: RunConfig) -> PlanSection:
 
 def _signals(config: RunConfig) -> str:
     algorithm = config.algorithm
-    signals = algorithm.credit_signals | algorithm.loss_signals(config.training.steps_per_iteration)
+    signals = algorithm.credit_signals | config.algorithm_in_disagreement.loss_signals(config.training.steps_per_iteration)
     before = ", ".join(sorted(signals)) or "none: nothing is computed before the update"
     beside = algorithm.kl_loss is not None and algorithm.kl_loss.estimator is KlEstimator.FULL
     return f"{before}; the reference runs beside every update" if beside else before

@@ -1,15 +1,18 @@
 """Checks that need the machine, not only the config: files, folders, devices, whether prompts fit. Each names its key."""
 
+import json
 from pathlib import Path
 
 from roll_core.config.algorithm import Distillation
-from roll_core.config.model import PretrainedModel
+from roll_core.config.inference import VllmInference
+from roll_core.config.model import ModelConfig, PretrainedModel, ScratchModel
 from roll_core.config.placement import DeviceKind
 from roll_core.config.run import RunConfig
 from roll_core.config.services import Launcher
 from roll_core.config.teachers import PretrainedTeacher, RunTeacher, TeacherConfig
 from roll_core.data.problem_source import build_source
 from roll_core.errors import UserError
+from roll_core.inference.vllm_terms import check_head_size, check_version
 from roll_core.models.packaged import PACKAGED
 from roll_core.rewards.base import build_reward
 from roll_core.rollout.filter import build_filter
@@ -24,6 +27,7 @@ def check_ready(config: RunConfig) -> None:
     if isinstance(config.model, PretrainedModel):
         _check_model("model.path", Path(config.model.path))
     _check_devices(config)
+    _check_engine(config)
     build_reward(config.reward)  # what it needs is installed
     _check_prompts(config)
     _check_domains(config)
@@ -60,6 +64,25 @@ def _check_devices(config: RunConfig) -> None:
             f"cluster.devices_per_node ({cluster.devices_per_node}) is more than the {found} GPU(s) of this machine: "
             "lower it, or set cluster.device=cpu"
         )
+
+
+def _check_engine(config: RunConfig) -> None:
+    if not isinstance(config.inference, VllmInference):
+        return
+    check_version()
+    if config.inference.tensor_parallel > 1:
+        raise UserError("inference.tensor_parallel must be 1 so far: placement.engines gives each engine one device")
+    if config.cluster.device is DeviceKind.CPU:
+        check_head_size(_head_size(config.model))
+
+
+def _head_size(model: ModelConfig) -> int:
+    match model:
+        case ScratchModel():
+            return model.hidden_size // model.num_heads
+        case PretrainedModel():
+            built = json.loads((Path(model.path) / "config.json").read_text())
+            return built.get("head_dim") or built["hidden_size"] // built["num_attention_heads"]
 
 
 def _check_prompts(config: RunConfig) -> None:

@@ -95,7 +95,7 @@ class TrainerRank:
         `trajectories` is None when they are only in the store (a receipt that outlived its roles).
         """
         trajectories = trajectories or decode_trajectories(self._store.get(collected.trajectories))
-        prepared = self._learner.prepare(trajectories)
+        prepared = self._learner.prepare(trajectories, collected.request.weights_version)
         self._prepared = {collected.request.request_id: prepared}
         return Prepared(
             collected=collected,

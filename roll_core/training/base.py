@@ -40,6 +40,10 @@ class Trained(Protocol):
         """
         ...
 
+    def discard_gradients(self) -> None:
+        """Forget what was accumulated since the last step."""
+        ...
+
     def snapshot(self) -> Snapshot:
         """A copy of weights and optimizer state in host memory, which training on does not change."""
         ...

@@ -6,32 +6,35 @@ whole iteration, S trajectories, K teachers, D domains.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from roll_core.algorithms.catalog import build_algorithm
+from roll_core.algorithms.catalog import Algorithm, build_algorithm
 from roll_core.algorithms.corrections import with_effective_sample_size
 from roll_core.algorithms.credit import Credit, CreditInputs, CreditState, assign_credit
+from roll_core.algorithms.inputs import LossFn
 from roll_core.algorithms.losses import cross_entropy
 from roll_core.batching.micro_batch import GlobalCounts, MicroBatch, build_micro_batches
 from roll_core.batching.packing import PackingLimits
 from roll_core.batching.samples import GradedBatch, build_batch
 from roll_core.batching.token_data import TokenData, untaught
-from roll_core.config.algorithm import Distillation
+from roll_core.config.agreement import MISMATCH, AgreementAction
+from roll_core.config.algorithm import AlgorithmConfig, Distillation
 from roll_core.config.policy_update import Signal
 from roll_core.config.run import RunConfig
 from roll_core.config.training import OptimizerConfig, Packing
+from roll_core.errors import SamplerDisagrees
 from roll_core.seeds import derive_seed
+from roll_core.training.agreement import Agreement
 from roll_core.training.base import CriticBackend, Policy, Snapshot, TrainingBackend
 from roll_core.training.torch_backend import TorchBackend
 from roll_core.training.torch_critic import TorchCritic
-from roll_core.training.torch_trained import TorchSettings
+from roll_core.training.torch_trained import TorchSettings, over_ranks
 from roll_core.types.manifest import Metrics
 from roll_core.types.sample import Sample
 from roll_core.types.trajectory import Trajectory
@@ -56,11 +59,9 @@ class Learner:
         self._config = config
         self._rank = rank
         self._num_ranks = num_ranks
-        self._algorithm = build_algorithm(
-            config.algorithm,
-            num_optimizer_steps=config.training.steps_per_iteration,
-            max_new_tokens=config.rollout.max_new_tokens,
-        )
+        self._algorithm = self._in_disagreement = _build(config.algorithm, config)
+        if config.algorithm_in_disagreement is not config.algorithm:
+            self._in_disagreement = _build(config.algorithm_in_disagreement, config)
         settings = TorchSettings(config.training, config.seed, config.rollout.temperature, device)
         self._policy: TrainingBackend = TorchBackend(config.model, settings)
         self._policy.start_optimizer(config.training.optimizer, config.policy_optimizer_steps)
@@ -94,14 +95,14 @@ class Learner:
             self._critic.adopt(self._policy.weights())
         return metrics["update/loss"]
 
-    def prepare(self, trajectories: Sequence[Trajectory]) -> PreparedBatch:
-        """Declared signals, advantages, packing: everything that can be known before the policy moves."""
+    def prepare(self, trajectories: Sequence[Trajectory], weights_version: int) -> PreparedBatch:
+        """Declared signals, advantages, packing: everything that can be known before the policy moves from this version."""
         batch = build_batch(trajectories)
         if not batch.samples:
             return PreparedBatch((), self._state, set(), num_samples=0, num_trained_tokens=0, metrics=_left_out(batch))
         inputs = self._with_signals(batch)
         credit, next_state = assign_credit(inputs, self._algorithm.credit, self._state)
-        tokens = _token_data(inputs, credit)
+        tokens = _token_data(inputs, credit, is_fresh_N=batch.weights_version_N == weights_version)
         kept = [number for number, is_kept in enumerate(credit.kept_S.tolist()) if is_kept]
         pulling = set(self._pulling(batch, credit))
         return PreparedBatch(
@@ -117,19 +118,11 @@ class Learner:
         )
 
     def update(self, prepared: PreparedBatch, iteration: int) -> Metrics:
-        """All optimizer steps of the policy; none while the critic warms up."""
-        self._seed_chance("update", iteration)
+        """All optimizer steps of the policy; none while the critic warms up, or where `training.agreement` stops them."""
+        held_back = iteration <= self._config.algorithm.warmup_iterations
+        metrics = {"update/held_back": 1.0} if held_back else self._move_policy(prepared, iteration)
         self._state = prepared.next_state
-        if iteration <= self._config.algorithm.warmup_iterations:
-            return {"update/held_back": 1.0}
-        beside = self._algorithm.full_kl_loss
-        accumulate = self._policy.accumulate_beside_reference if beside else self._policy.accumulate
-        per_step: list[Metrics] = []
-        for micro_batches in prepared.steps * self._config.training.epochs:
-            for micro_batch in micro_batches:
-                accumulate(micro_batch, self._algorithm.loss)
-            per_step.append(with_effective_sample_size(self._policy.apply_gradients()))
-        return _mean_over_steps(per_step)
+        return metrics
 
     def update_critic(self, prepared: PreparedBatch, iteration: int) -> Metrics:
         """All optimizer steps of the critic, towards the returns of the prepared batch."""
@@ -171,6 +164,63 @@ class Learner:
     def controllers(self) -> dict[str, Any]:
         """What credit remembers, as far as it remembers anything."""
         return self._state.model_dump(mode="json", exclude_defaults=True)
+
+    def _move_policy(self, prepared: PreparedBatch, iteration: int) -> Metrics:
+        if not prepared.steps:
+            return {}
+        loss, agreement = self._accumulate_first(prepared, iteration)
+        per_step = [with_effective_sample_size(self._policy.apply_gradients())]
+        for micro_batches in (prepared.steps * self._config.training.epochs)[1:]:
+            for micro_batch in micro_batches:
+                self._accumulate(micro_batch, loss)
+            per_step.append(with_effective_sample_size(self._policy.apply_gradients()))
+        return _mean_over_steps(per_step) | agreement
+
+    def _accumulate_first(self, prepared: PreparedBatch, iteration: int) -> tuple[LossFn, Metrics]:
+        """The gradients of the first step, by the loss that all steps take once it is known how far sampler and trainer are
+        apart. Anchors tell before; without them the step itself does, and is done again if it takes the other loss."""
+        agreement, usual = Agreement(), self._algorithm.loss
+        self._seed_chance("update", iteration)
+        if self._knows_anchors:
+            for micro_batch in chain(*prepared.steps):
+                anchor_logprobs_N = micro_batch.tokens.anchor_logprobs_N
+                assert anchor_logprobs_N is not None
+                agreement.note(anchor_logprobs_N, micro_batch)
+            loss, metrics = self._judge(agreement.metrics(), iteration)
+        else:
+            for micro_batch in prepared.steps[0]:
+                self._accumulate(micro_batch, agreement.noting(usual, micro_batch))
+            loss, metrics = self._judge(agreement.metrics(), iteration)
+            if loss is usual:
+                return loss, metrics
+            self._policy.discard_gradients()
+            self._seed_chance("update", iteration)
+        for micro_batch in prepared.steps[0]:
+            self._accumulate(micro_batch, loss)
+        return loss, metrics
+
+    def _judge(self, metrics: Metrics, iteration: int) -> tuple[LossFn, Metrics]:
+        """The loss for an iteration with this mismatch; the same on every rank, since the metrics are."""
+        limits = self._config.training.agreement
+        if limits is None or not metrics[f"{MISMATCH}fresh_tokens"]:
+            return self._algorithm.loss, metrics
+        complaint = limits.complaint(metrics)
+        if complaint is not None and limits.action is AgreementAction.STOP:
+            self._policy.discard_gradients()
+            raise SamplerDisagrees(f"iteration {iteration} was not trained on: {complaint}")
+        algorithm = self._algorithm if complaint is None else self._in_disagreement
+        return algorithm.loss, metrics | {f"{MISMATCH}beyond": float(complaint is not None)}
+
+    def _accumulate(self, micro_batch: MicroBatch, loss: LossFn) -> None:
+        if self._algorithm.full_kl_loss:
+            self._policy.accumulate_beside_reference(micro_batch, loss)
+        else:
+            self._policy.accumulate(micro_batch, loss)
+
+    @property
+    def _knows_anchors(self) -> bool:
+        """Whether all tokens are scored before the update; else the first optimizer step is the first to score any."""
+        return Signal.ANCHOR in self._in_disagreement.signals
 
     def _seed_chance(self, stage: str, iteration: int) -> None:
         """Layers that draw (dropout) draw the same when an update is made again, by whichever process."""
@@ -259,7 +309,7 @@ class Learner:
         return tuple(self._with_loss_signals(micro_batch) for micro_batch in micro_batches)
 
     def _with_loss_signals(self, micro_batch: MicroBatch) -> MicroBatch:
-        signals = self._algorithm.loss_signals
+        signals = self._in_disagreement.loss_signals
         if Signal.ANCHOR in signals and micro_batch.tokens.anchor_logprobs_N is None:
             micro_batch = micro_batch.with_signals(anchor_logprobs_N=self._policy.logprobs(micro_batch, Policy.CURRENT))
         if Signal.REFERENCE in signals and micro_batch.tokens.reference_logprobs_N is None:
@@ -283,6 +333,11 @@ class Learner:
         return PackingLimits(training.micro_batch_tokens, training.row_tokens, training.packing)
 
 
+def _build(algorithm: AlgorithmConfig, config: RunConfig) -> Algorithm:
+    steps, max_new_tokens = config.training.steps_per_iteration, config.rollout.max_new_tokens
+    return build_algorithm(algorithm, num_optimizer_steps=steps, max_new_tokens=max_new_tokens)
+
+
 def teacher_name(number: int) -> str:
     return f"teacher {number}"
 
@@ -291,7 +346,7 @@ def _left_out(batch: GradedBatch) -> Metrics:
     return {"sample/without_baseline": float(batch.num_without_baseline)} if batch.num_without_baseline else {}
 
 
-def _token_data(inputs: CreditInputs, credit: Credit) -> TokenData:
+def _token_data(inputs: CreditInputs, credit: Credit, is_fresh_N: Tensor) -> TokenData:
     outcomes = inputs.outcomes
     assert outcomes.sampler_logprobs_N is not None
     optional = {
@@ -305,6 +360,7 @@ def _token_data(inputs: CreditInputs, credit: Credit) -> TokenData:
         turn_N=outcomes.turn_N,
         advantages_N=credit.advantages_N.float(),
         weights_N=credit.weights_S[outcomes.sequence_N].float(),
+        is_fresh_N=is_fresh_N,
         **{name: tensor.float() for name, tensor in optional.items() if tensor is not None},
     )
 
@@ -314,11 +370,7 @@ def _gather(size: int, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     values = torch.zeros(size, dtype=torch.float64)
     for place, part in parts:
         values[place] = part.double()
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
-        values = values.to(device)
-        dist.all_reduce(values)
-    return values.cpu()
+    return over_ranks(values)
 
 
 def _counts(samples: Sequence[Sample]) -> GlobalCounts:

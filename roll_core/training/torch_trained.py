@@ -104,6 +104,10 @@ class TorchTrained:
         steps = {"gradient_norm": norm, "learning_rate": rate, "skipped_steps": float(not math.isfinite(norm))}
         return self._drain_sums() | {f"{self._area}/{name}": value for name, value in steps.items()}
 
+    def discard_gradients(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        self._sums = {}
+
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Full gradients accumulated so far: for tests and for debugging a run."""
         for name, parameter in self._module.named_parameters():
@@ -155,6 +159,14 @@ class TorchTrained:
 
 def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def over_ranks(values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """The values of all ranks together, on the CPU."""
+    if world_size() > 1:
+        values = values.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(values, operation)
+    return values.cpu()
 
 
 def rank() -> int:

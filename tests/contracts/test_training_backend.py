@@ -223,7 +223,8 @@ def learn(rank: int, num_ranks: int, folder: Path) -> None:
     learner.load_frozen(Policy.REFERENCE, folder / f"start-{num_ranks}")
     for iteration in (1, 2):
         prepared = learner.prepare(
-            [trajectory(g, a, float(a % 3 == 0), completion=1 + a) for g in range(3) for a in range(4)]
+            [trajectory(g, a, float(a % 3 == 0), completion=1 + a) for g in range(3) for a in range(4)],
+            weights_version=0,
         )
         critic = learner.update_critic(prepared, iteration)
         metrics = prepared.metrics | critic | learner.update(prepared, iteration)
@@ -327,3 +328,16 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted():
         backend.accumulate(micro_batch, loss_of(Grpo()))
     assert backend.apply_gradients()["update/skipped_steps"] == 1.0
     assert all(torch.equal(tensor, before[name]) for name, tensor in backend.weights())
+
+
+def test_discarded_gradients_leave_no_trace():
+    backend = new_backend(REFERENCE)
+    (batch,) = micro_batches(REFERENCE, 0)
+    backend.accumulate(batch, loss_of(Gspo()))
+    backend.discard_gradients()
+    backend.accumulate(batch, loss_of(Grpo()))
+    gradients = {name: gradient.clone() for name, gradient in backend.gradients()}
+    expected = new_backend(REFERENCE)
+    expected.accumulate(batch, loss_of(Grpo()))
+    assert all(torch.equal(gradient, gradients[name]) for name, gradient in expected.gradients())
+    assert backend.apply_gradients() == expected.apply_gradients()

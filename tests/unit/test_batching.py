@@ -27,6 +27,14 @@ def test_a_sample_is_prompt_then_completion_and_only_the_completion_is_trained()
     assert batch.credit.correct_S.tolist() == [True, False]
 
 
+def test_a_turn_is_as_old_as_the_weights_it_began_with():
+    # its later tokens may have been sampled over a cache of theirs
+    first = Turn((2, 3), (10, 11), (-0.5, -0.5), (6, 7), "x")
+    second = Turn((2, 3, 10, 11, 4), (12,), (-0.5,), (7,), "y")
+    batch = build_batch([replace(trajectory(0, 0, 1.0), turns=(first, second)), trajectory(0, 1, 0.0, version=5)])
+    assert batch.weights_version_N.tolist() == [6, 6, 7, 5, 5, 5]
+
+
 def test_a_failed_trajectory_is_left_out_and_does_not_lower_the_baseline():
     batch = build_batch([trajectory(0, 0, 1.0), trajectory(0, 1, None), trajectory(0, 2, 0.0)])
     assert len(batch.samples) == 2

@@ -6,6 +6,7 @@ import pytest
 
 from roll_core.config.load import load_config
 from roll_core.config.model import PretrainedModel
+from roll_core.config.policy_update import Signal
 from roll_core.config.run import flat_config
 from roll_core.errors import UserError
 from tests.support import ROOT
@@ -43,7 +44,7 @@ def test_every_run_file_loads_and_overrides_at_most_twenty_lines(path):
         ("warm_start.optimizer.lr=1", "warm_start.optimizer.lr is not a key; valid keys here: learning_rate"),
         ("itertions=4", "itertions is not a key; did you mean 'iterations'?"),
         ("problems.kind=jsnl", "problems.kind is 'jsnl', expected one of 'arithmetic', 'jsonl'"),
-        ("inference.kind=tourch", "inference.kind is 'tourch', expected one of 'torch', 'rehearsal'"),
+        ("inference.kind=tourch", "inference.kind is 'tourch', expected one of 'torch', 'vllm', 'rehearsal'"),
         ("inference={kind: rehearsal, sigma: 1, median_tokens: 9}", "inference.seconds_per_token is required: add it"),
         ("rollout.in_flight=abort", "rollout.in_flight is 'abort', but input should be 'finish', 'resume' or 'continue'"),
         ("rollout.async_ratio=-1", "rollout.async_ratio is -1, but input should be greater than or equal to 0"),
@@ -88,6 +89,11 @@ def test_every_run_file_loads_and_overrides_at_most_twenty_lines(path):
             "algorithm.critic.warmup_iterations (40) must be below iter",
         ),
         ("algorithm={kind: distillation, teachers: [{kind: run}]}", "algorithm.teachers.0.run_id is required"),
+        ("training.agreement.max_men=1", "training.agreement.max_men is not a key; did you mean 'max_mean'?"),
+        ("training.agreement.max_mean=0", "training.agreement.max_mean is 0, but input should be greater than 0"),
+        ("training.agreement.max_share_off=1", "training.agreement.max_share_off is 1, but input should be less than 1"),
+        ("training.agreement.action=halt", "training.agreement.action is 'halt', but input should be 'warn', 'correct' or"),
+        ("training.agreement.max_mean=null", "training.agreement: without max_mean, max_kl and max_share_off nothing is"),
         ("rollout", "--set rollout: write it as key=value"),
         ("seed.x=1", "--set seed.x: 'seed' is a value, not a section"),
     ],
@@ -204,3 +210,22 @@ def test_the_policys_schedule_leaves_out_the_critics_warm_up():
     config = load_config(ROOT / "configs/runs/quickstart.yaml", settings)
     assert config.total_optimizer_steps == 40 * 4
     assert config.policy_optimizer_steps == 37 * 4
+
+
+def test_a_rehearsal_has_no_sampler_to_agree_with():
+    says = sentence(ROOT / "configs/runs/rehearsal.yaml", "training.agreement={action: stop}")
+    assert "inference.kind rehearsal has no model: leave training.agreement out" in says
+
+
+def test_an_agreement_that_corrects_declares_the_anchors_it_may_need():
+    settings = ["algorithm={kind: rloo}", "training.optimizer_steps=2", "training.agreement.action=correct"]
+    config = load_config(ROOT / "configs/runs/quickstart.yaml", settings)
+    assert config.algorithm_in_disagreement.loss_signals(2) == {Signal.ANCHOR}
+    assert config.algorithm.loss_signals(2) == frozenset()
+
+
+@pytest.mark.parametrize("kind", ["tis", "topr", "decoupled_ppo"])
+def test_an_algorithm_that_corrects_stays_as_it_is(kind):
+    settings = [f"algorithm={{kind: {kind}}}", "training.agreement.action=correct"]
+    config = load_config(ROOT / "configs/runs/quickstart.yaml", settings)
+    assert config.algorithm_in_disagreement is config.algorithm
