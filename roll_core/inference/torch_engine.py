@@ -7,7 +7,6 @@ Shapes: B sequences, P contexts being prefilled, K key-value heads, T cached tok
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from roll_core.config.model import ModelConfig
 from roll_core.config.rollout import InFlight
 from roll_core.errors import WeightsMismatch
+from roll_core.inference.growing import Growing, refuse_what_cannot_fit
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.sampling import draw
 from roll_core.models.causal_lm import build_model
@@ -29,15 +29,8 @@ PREFILL_TOKENS = 32_768
 context of its own: at once, their keys and values would need the room of a second cache."""
 
 
-@dataclass
-class _Sequence:
+class _Sequence(Growing):
     """A request on its way: waiting until it has a slot, then growing a token a step."""
-
-    request: GenerationRequest
-    done: asyncio.Future[Completion]
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
 
     @property
     def num_cached(self) -> int:
@@ -53,18 +46,6 @@ class _Sequence:
         if self.token_ids and self.token_ids[-1] in self.request.stop_token_ids:
             return Ending.STOP
         return Ending.LENGTH if self.place == self.request.max_new_tokens else None
-
-    def finish(self, ending: Ending) -> None:
-        if not self.done.done():
-            self.done.set_result(
-                Completion(
-                    request_id=self.request.request_id,
-                    token_ids=tuple(self.token_ids),
-                    sampler_logprobs=tuple(self.logprobs),
-                    weights_versions=tuple(self.versions),
-                    ending=ending,
-                )
-            )
 
 
 class _SlotCache:
@@ -127,11 +108,7 @@ class TorchEngine:
         self._loop_task: asyncio.Task[None] | None = None
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        longest = len(request.prompt_ids) + request.max_new_tokens
-        if longest > self._max_tokens:
-            raise ValueError(
-                f"request {request.request_id} may reach {longest} tokens, but model.max_positions is {self._max_tokens}"
-            )
+        refuse_what_cannot_fit(request, self._max_tokens)
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Sequence(request, done))
         self._ensure_stepping()

@@ -13,7 +13,7 @@ import tempfile
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from roll_core.config.inference import VllmInference
 from roll_core.config.model import ModelConfig, PretrainedModel, ScratchModel
 from roll_core.config.rollout import InFlight
 from roll_core.errors import EngineDied, WeightsMismatch
+from roll_core.inference.growing import Growing, refuse_what_cannot_fit
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.vllm_terms import PLACE, SEED, check_version
 from roll_core.models.causal_lm import model_config
@@ -47,14 +48,9 @@ _ENDINGS = {"stop": Ending.STOP, "length": Ending.LENGTH, "abort": Ending.ABORTE
 
 
 @dataclass(eq=False)
-class _Sequence:
+class _Sequence(Growing):
     """A request on its way: waiting until it has a slot, then with vLLM, perhaps several times."""
 
-    request: GenerationRequest
-    done: asyncio.Future[Completion]
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
     driving: asyncio.Task[None] | None = None
     number: int = 0
     """How often vLLM was asked: it may not have forgotten an earlier request of the same name."""
@@ -71,18 +67,6 @@ class _Sequence:
     @property
     def rest(self) -> GenerationRequest:
         return replace(self.request, prefix_ids=self.request.prefix_ids + tuple(self.token_ids))
-
-    def finish(self, ending: Ending) -> None:
-        if not self.done.done():
-            self.done.set_result(
-                Completion(
-                    request_id=self.request.request_id,
-                    token_ids=tuple(self.token_ids),
-                    sampler_logprobs=tuple(self.logprobs),
-                    weights_versions=tuple(self.versions),
-                    ending=ending,
-                )
-            )
 
 
 class VllmEngine:
@@ -114,11 +98,7 @@ class VllmEngine:
         self._draws_by_position = self._llm.vllm_config.use_v2_model_runner
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        longest = len(request.prompt_ids) + request.max_new_tokens
-        if longest > self._max_tokens:
-            raise ValueError(
-                f"request {request.request_id} may reach {longest} tokens, but model.max_positions is {self._max_tokens}"
-            )
+        refuse_what_cannot_fit(request, self._max_tokens)
         sequence = _Sequence(request, asyncio.get_running_loop().create_future())
         self._waiting.append(sequence)
         self._fill_slots()
