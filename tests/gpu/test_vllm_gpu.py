@@ -146,7 +146,7 @@ def test_what_new_weights_interrupt_goes_on_with_the_tokens_it_would_have_got(se
         await served.adopt_shared(1, backend)
         whole = await served.generate(asked)
         pending = [asyncio.create_task(served.engine.generate(request)) for request in asked]
-        await asyncio.sleep(0.1)
+        await served.engine.generate(GenerationRequest("shorter", (5, 6, 7), 20, 1.0, NO_STOP, seed=0))
         await served.adopt_shared(2, backend, in_flight)
         return whole, [await finish(part, request) for part, request in zip(pending, asked, strict=True)]
 
