@@ -86,7 +86,8 @@ class RolloutConfig(Section):
     """Further attempts in flight for each problem: the first group_size to be graded are trained on, the rest is aborted."""
     async_ratio: float = Field(default=0.0, ge=0.0, le=64.0)
     """How many iterations' worth of groups may be generated ahead of training. 0 is the synchronous loop: engines wait while
-    the trainer works. Its ceiling is the largest staleness, in weights versions, of any token that is trained on."""
+    the trainer works. Its ceiling is the largest staleness, in weights versions, of any token that is trained on. While the
+    trainer never waits, fewer are, down to one: what is generated later is by newer weights."""
     in_flight: InFlight = InFlight.RESUME
     """What happens to attempts that are being generated when engines take over new weights: finish (with the old ones, while
     new attempts wait), resume (interrupted, then resumed after the tokens they have) or continue (as if nothing happened).

@@ -10,9 +10,10 @@ happened and when. Every step costs the same however many attempts are in flight
 complete, and one that is left out is replaced at once by the next problem.
 
 **Pacing.** A batch trains some weights version; the next one trains the version after that. At version v, with the batch for
-version c to be taken next, so many groups may be open or accepted as make up the batches of versions c to v, and `ahead`
-batches more. Whatever is drawn is therefore consumed before it is more than ceil(ahead) versions old, and nothing has to be
-thrown away for its age. With `ahead` 0 nothing is drawn before the batch it belongs to can be: the synchronous loop.
+version c to be taken next, so many groups may be open or accepted as make up the batches of versions c to v, and up to
+`ahead` batches more: fewer, while batches lie finished before they are taken (`pacing.py`). Whatever is drawn is therefore
+consumed before it is more than ceil(ahead) versions old, and nothing has to be thrown away for its age. With `ahead` 0
+nothing is drawn before the batch it belongs to can be: the synchronous loop.
 
 **Order.** Batches are made of the accepted groups in the order of the stream. A batch is full when enough are accepted and
 none before them is undecided, so that what is trained on does not depend on what finishes first, and a long completion has
@@ -27,6 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from roll_core.rollout.pacing import Pace
 from roll_core.types.manifest import DrawOutcome
 from roll_core.types.trace import Span
 from roll_core.types.trajectory import GREEDY_ATTEMPT
@@ -81,7 +83,7 @@ class Terms:
     num_batches: int = 1
     """Nothing is drawn for more than these."""
     ahead: float = 0.0
-    """Batches that may be under way beyond the one that is waited for."""
+    """Most batches that may be under way beyond the one that is waited for."""
     greedy_baseline: bool = False
     """One attempt more in each group, that it cannot do without."""
     redundant_groups: int = 0
@@ -167,6 +169,7 @@ class Lifecycle:
         self._version = version
         self._next_version = version
         self._batches_left = terms.num_batches
+        self._pace = Pace(terms.ahead)
         self._cursor = first
         self._next_draw = first
         self._groups: dict[int, GroupLife] = {}
@@ -251,6 +254,7 @@ class Lifecycle:
                 last = max(last, group.number)
         page = Page(self._cursor, tuple(self._groups.pop(number) for number in range(self._cursor, last + 1)))
         self._leave_behind(page)
+        self._pace.taken(now, self.is_full)
         self._draw(now)
         return page
 
@@ -359,7 +363,7 @@ class Lifecycle:
     def _room(self) -> int:
         """Groups that may be open or accepted now."""
         terms = self.terms
-        batches = self._version - self._next_version + 1 + terms.ahead
+        batches = self._version - self._next_version + 1 + self._pace.lead
         room = min(math.floor(batches * terms.num_groups), self._batches_left * terms.num_groups)
         return room + terms.redundant_groups if room > 0 else 0
 
@@ -421,6 +425,8 @@ class Lifecycle:
                 self._abort(life, now)
         if not group.awaits_greedy:
             self._close(group, self._judge(group))
+            if self.is_full:
+                self._pace.full(now)
             self._draw(now)
 
     def _judge(self, group: GroupLife) -> DrawOutcome:

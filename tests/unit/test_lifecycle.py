@@ -12,6 +12,7 @@ from roll_core.config.rollout import GroupFilter, RolloutConfig
 from roll_core.rollout.filter import build_filter
 from roll_core.rollout.lifecycle import NEXT, GroupLife, Lifecycle, Page, Place, State, Terms
 from roll_core.rollout.metrics import describe_page
+from roll_core.rollout.pacing import Pace
 from roll_core.types.manifest import DrawOutcome
 from roll_core.types.trajectory import GREEDY_ATTEMPT
 
@@ -337,3 +338,52 @@ def check_page(terms: Terms, trained: int, page: Page) -> None:
     every = [life for group in page.groups for life in group.attempts]
     wasted = sum(life.num_tokens for life in every if life.place not in consumed)
     assert describe_page(page)["rollout/wasted_tokens"] == wasted
+
+
+# -------------------------------------------------------------------------------------------------- pacing
+def test_the_lead_shrinks_while_batches_lie_finished_and_grows_at_once_when_the_trainer_waits():
+    pace = Pace(3.0)
+    now = 0.0
+    pace.taken(now, is_full=True)
+    for expected in (2.75, 2.5, 2.25):  # finished since the batch before it was taken
+        pace.taken(now := now + 2.0, is_full=True)
+        assert pace.lead == expected
+    pace.taken(now := now + 2.0, is_full=False)
+    pace.full(now + 1.0)
+    pace.taken(now := now + 2.0, is_full=False)  # half of the time before it was needed
+    assert pace.lead == 2.0 - 0.125
+    pace.full(now + 2.0)
+    pace.taken(now := now + 2.0, is_full=False)  # waited for
+    assert pace.lead == 2.375
+    pace.full(now + 1.95)
+    pace.taken(now := now + 2.0, is_full=False)  # hardly early: the trainer waited nearly as long
+    assert pace.lead == 2.875
+    pace.full(now + 2.0)
+    pace.taken(now + 2.0, is_full=False)
+    assert pace.lead == 3.0
+
+
+@pytest.mark.parametrize(("most", "least"), [(0.0, 0.0), (0.5, 0.5), (1.0, 1.0), (4.0, 1.0)])
+def test_the_lead_stays_within_its_bounds(most, least):
+    pace = Pace(most)
+    for now in range(100):
+        pace.taken(float(now), is_full=True)
+    assert pace.lead == least
+
+
+def test_while_the_trainer_is_slower_what_it_trains_on_is_one_version_old_and_it_never_waits():
+    """Every batch takes a second to generate and ten to train."""
+    lives, stale = begun(Terms(num_groups=4, group_size=1, num_batches=60, ahead=3.0)), []
+    for version in range(60):
+        for place in [(g.number, 0) for g in lives.open_page.groups if g.outcome is None]:
+            lives.generated(place, num_tokens=1, now=10.0 * version + 1.0)
+            lives.to_grade(now=10.0 * version + 1.0)
+            lives.graded(place, reward=1.0, now=10.0 * version + 1.0)
+        assert lives.is_full
+        page = lives.take(now=10.0 * version + 1.0 if version == 0 else 10.0 * version + 2.0)
+        stale.append(max(version - group.version for group in page.groups))
+        issue(lives)
+        lives.adopted(version + 1, now=10.0 * (version + 1))
+        issue(lives)
+    assert max(stale[:8]) == 3
+    assert set(stale[-20:]) == {1}
