@@ -1,8 +1,8 @@
 """How far to work ahead of training: as far as is allowed while the trainer has to wait, and no farther than is of use.
 
 Work that lies finished before it is needed could have been begun later, by newer weights. Work that comes too late leaves
-the trainer idle, which costs more. So the lead grows at once and shrinks slowly, and never below one batch, which is generated
-while the one before it is trained on.
+the trainer idle, which costs more. So the lead grows at once and shrinks slowly, and never below one batch, which is
+generated while the one before it is trained on.
 """
 
 GROWTH = 0.5
