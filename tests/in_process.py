@@ -2,18 +2,25 @@
 
 import asyncio
 from itertools import count
+from pathlib import Path
 
 import torch
 
+from roll_core.batching.demonstrations import as_sample
 from roll_core.config.rollout import InFlight
 from roll_core.config.run import RunConfig
+from roll_core.config.training import WarmStartConfig
+from roll_core.data.problem_source import build_source
 from roll_core.inference.base import WeightsUpdate, adopt
 from roll_core.inference.torch_engine import TorchEngine
 from roll_core.roles.reward_role import RewardRole
 from roll_core.rollout.in_process import scheduler_in_process
+from roll_core.rollout.renderer import build_renderer
 from roll_core.training.learner import Learner
 from roll_core.types.manifest import CollectRequest, Metrics
+from roll_core.types.sample import Sample
 from roll_core.types.trajectory import Trajectory
+from tests.support import tiny_config
 
 
 class InProcess:
@@ -49,3 +56,18 @@ class InProcess:
             num_groups=groups,
         )
         return (await scheduler.collect(request, 60.0)).trajectories
+
+
+def warm_checkpoint(folder: Path) -> Path:
+    """A policy that answers in digits, so that rewards differ and temperature matters: for tests to go on from."""
+    config = tiny_config(folder)
+    source, renderer = build_source(config.problems, 0), build_renderer(config.model)
+
+    def demonstrations(step: int) -> list[Sample]:
+        shown = [source.demonstration(32 * step + i) for i in range(32)]
+        return [as_sample(renderer.prompt(d.problem.messages), renderer.completion(d.completion)) for d in shown]
+
+    learner = InProcess(config).learner
+    learner.imitate(demonstrations, WarmStartConfig().optimizer, 30)
+    learner.snapshot()(folder / "checkpoint")
+    return folder / "checkpoint"

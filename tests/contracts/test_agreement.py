@@ -11,16 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from roll_core.batching.demonstrations import as_sample
 from roll_core.batching.packing import PackingLimits
-from roll_core.config.training import Packing, WarmStartConfig
-from roll_core.data.problem_source import build_source
+from roll_core.config.training import Packing
 from roll_core.errors import SamplerDisagrees
-from roll_core.rollout.renderer import build_renderer
 from roll_core.training.agreement import Agreement
 from roll_core.types.manifest import Metrics
-from roll_core.types.sample import Sample
-from tests.in_process import InProcess
+from tests.in_process import InProcess, warm_checkpoint
 from tests.micro_batches import cut, random_tokens
 from tests.support import random_samples, tiny_config
 
@@ -32,19 +28,7 @@ Weights = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory) -> Path:
-    """A policy that has learned something: to one that finds all tokens alike, temperature makes no difference."""
-    folder = tmp_path_factory.mktemp("start")
-    config = tiny_config(folder)
-    source, renderer = build_source(config.problems, 0), build_renderer(config.model)
-
-    def demonstrations(step: int) -> list[Sample]:
-        shown = [source.demonstration(32 * step + i) for i in range(32)]
-        return [as_sample(renderer.prompt(d.problem.messages), renderer.completion(d.completion)) for d in shown]
-
-    learner = InProcess(config).learner
-    learner.imitate(demonstrations, WarmStartConfig().optimizer, 30)
-    learner.snapshot()(folder / "checkpoint")
-    return folder / "checkpoint"
+    return warm_checkpoint(tmp_path_factory.mktemp("start"))
 
 
 def loop_of(start: Path, folder: Path, temperature: float, **sections: Any) -> InProcess:

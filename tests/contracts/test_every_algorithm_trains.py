@@ -8,13 +8,8 @@ import pytest
 import torch
 
 from roll_core.algorithms.catalog import TABLE
-from roll_core.batching.demonstrations import as_sample
 from roll_core.config.policy_update import Signal
-from roll_core.config.training import WarmStartConfig
-from roll_core.data.problem_source import build_source
-from roll_core.rollout.renderer import build_renderer
-from roll_core.types.sample import Sample
-from tests.in_process import InProcess
+from tests.in_process import InProcess, warm_checkpoint
 from tests.support import tiny_config
 
 ALGORITHMS: dict[str, dict[str, Any]] = {row.kind: {"kind": row.kind} for row in TABLE}
@@ -105,19 +100,7 @@ class Recording:
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory) -> Path:
-    """A policy that answers in digits, so that rewards differ; every test goes on from it."""
-    folder = tmp_path_factory.mktemp("start")
-    config = tiny_config(folder)
-    source, renderer = build_source(config.problems, 0), build_renderer(config.model)
-
-    def demonstrations(step: int) -> list[Sample]:
-        shown = [source.demonstration(32 * step + i) for i in range(32)]
-        return [as_sample(renderer.prompt(d.problem.messages), renderer.completion(d.completion)) for d in shown]
-
-    learner = InProcess(config).learner
-    learner.imitate(demonstrations, WarmStartConfig().optimizer, 30)
-    learner.snapshot()(folder / "checkpoint")
-    return folder / "checkpoint"
+    return warm_checkpoint(tmp_path_factory.mktemp("start"))
 
 
 def train(start: Path, tmp_path: Path, algorithm: dict[str, Any], **training: Any) -> set[Signal]:
