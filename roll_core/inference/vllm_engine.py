@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,44 +117,38 @@ class VllmEngine:
             if sequence.goes_on and not sequence.at_vllm:  # it waits for new weights
                 sequence.finish(Ending.ABORTED)
             sequence.goes_on = False
-        await self._interrupt(unwanted)
+        with _telling_its_death():
+            await self._interrupt(unwanted)
         await asyncio.gather(*(s.done for s in unwanted), return_exceptions=True)
 
     async def begin_update(self, in_flight: InFlight) -> None:
         self._adopted.clear()
-        running = list(self._running)
-        match in_flight:
-            case InFlight.FINISH:
-                await asyncio.gather(*(s.done for s in running), return_exceptions=True)
-            case InFlight.RESUME:
-                await self._interrupt(running)
-                await asyncio.gather(*(s.done for s in running), return_exceptions=True)
-            case InFlight.CONTINUE:
-                for sequence in running:
-                    sequence.goes_on = True
-                await self._interrupt(running)
+        with _telling_its_death():
+            await self._make_way(in_flight)
+            if not self._begun:
+                await self._llm.collective_rpc("roll_begin")
+                self._begun = True
+            await self._llm.pause_generation(mode="abort", clear_cache=True)
+            await self._llm.collective_rpc("roll_begin_weights")
         self._version, self._loaded = None, []
-        if not self._begun:
-            await self._llm.collective_rpc("roll_begin")
-            self._begun = True
-        await self._llm.pause_generation(mode="abort", clear_cache=True)
-        await self._llm.collective_rpc("roll_begin_weights")
 
     async def load(self, bucket: Bucket) -> None:
         entries = [(entry.name, entry.dtype, list(entry.shape)) for entry in bucket.entries]
         match bucket:
             case DeviceBucket():
-                await self._llm.collective_rpc("roll_load_shared", args=(bucket.handle, entries))
+                with _telling_its_death():
+                    await self._llm.collective_rpc("roll_load_shared", args=(bucket.handle, entries))
             case WeightsBucket():
-                with _in_file(bucket) as path:
+                with _telling_its_death(), _in_file(bucket) as path:
                     await self._llm.collective_rpc("roll_load_file", args=(path, entries))
         self._loaded += [entry.name for entry in bucket.entries]
 
     async def finish_update(self, version: int, check: WeightsCheck | None) -> None:
-        await self._llm.collective_rpc("roll_finish_weights")
-        if check is not None:
-            await self._compare(version, check)
-        await self._llm.resume_generation()
+        with _telling_its_death():
+            await self._llm.collective_rpc("roll_finish_weights")
+            if check is not None:
+                await self._compare(version, check)
+            await self._llm.resume_generation()
         self._version = version
         self._adopted.set()
         self._fill_slots()
@@ -162,15 +157,31 @@ class VllmEngine:
         in_flight = len(self._running) + len(self._waiting)
         assert in_flight == 0, f"an engine must not sleep with {in_flight} requests in flight"
         if self._sleeps:
-            await self._llm.sleep(level=1)
+            with _telling_its_death():
+                await self._llm.sleep(level=1)
 
     async def wake(self) -> None:
         if self._sleeps:
-            await self._llm.wake_up()
+            with _telling_its_death():
+                await self._llm.wake_up()
 
     def close(self) -> None:
         """End vLLM's process; the engine's own would take it along, too."""
         self._llm.shutdown()
+
+    async def _make_way(self, in_flight: InFlight) -> None:
+        running = list(self._running)
+        match in_flight:
+            case InFlight.FINISH:
+                pass
+            case InFlight.RESUME:
+                await self._interrupt(running)
+            case InFlight.CONTINUE:
+                for sequence in running:
+                    sequence.goes_on = True
+                await self._interrupt(running)
+                return
+        await asyncio.gather(*(s.done for s in running), return_exceptions=True)
 
     # ---------------------------------------------------------------------------------------------- requests
     def _fill_slots(self) -> None:
@@ -178,25 +189,32 @@ class VllmEngine:
             sequence = self._waiting.popleft()
             self._running[sequence] = None
             sequence.driving = asyncio.create_task(self._drive(sequence))
+            sequence.driving.add_done_callback(partial(self._pass_on_failure, sequence))
 
     async def _drive(self, sequence: _Sequence) -> None:
         """Ask vLLM until it is done, again from where it was if weights came in between."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         try:
             while not sequence.done.done():
-                ending = await self._ask(sequence)
+                with _telling_its_death():
+                    ending = await self._ask(sequence)
                 if ending is not Ending.ABORTED or not sequence.goes_on:
                     sequence.finish(ending)
                     break
                 await self._adopted.wait()
                 sequence.goes_on = sequence.interrupted = False
-        except EngineDeadError as error:
-            if not sequence.done.done():
-                sequence.done.set_exception(EngineDied(f"vLLM's process ended: {error}"))
         finally:
-            self._running.pop(sequence, None)
-            self._fill_slots()
+            self._leave(sequence)  # before whoever asked is told that it is done
+
+    def _pass_on_failure(self, sequence: _Sequence, driving: asyncio.Task[None]) -> None:
+        """Whatever went wrong is the answer to who waits for this one."""
+        error = None if driving.cancelled() else driving.exception()
+        if error is not None and not sequence.done.done():
+            sequence.done.set_exception(error)
+        self._leave(sequence)  # it may have been cancelled before it began
+
+    def _leave(self, sequence: _Sequence) -> None:
+        self._running.pop(sequence, None)
+        self._fill_slots()
 
     async def _ask(self, sequence: _Sequence) -> Ending:
         from vllm import SamplingParams, TokensPrompt
@@ -256,6 +274,17 @@ class VllmEngine:
         for differences in await self._llm.collective_rpc("roll_differences", args=(samples,)):
             if differences:
                 raise WeightsMismatch(f"weights version {version} differs from the trainer's: {'; '.join(differences)}")
+
+
+@contextmanager
+def _telling_its_death() -> Iterator[None]:
+    """That vLLM's process is no more is an error of ours, which whoever gets it can read without vLLM."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineDied(f"vLLM's process ended: {error}") from None
 
 
 @contextmanager

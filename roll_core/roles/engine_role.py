@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from roll_core.config.inference import RehearsalInference, TorchInference, VllmInference
@@ -37,42 +38,56 @@ class EngineRole:
         """Show that somebody is there."""
 
     async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
-        try:
+        with _one_life():
             async for completions in as_they_finish(self._engine.generate(request) for request in requests):
                 yield completions
-        except EngineDied:
-            log.exception("an engine that cannot generate ends, and is replaced")
-            os._exit(1)
 
     async def abort(self, request_ids: list[str]) -> None:
         await asyncio.sleep(0)  # what came before this is with the engine then
-        await self._engine.abort(*request_ids)
+        with _one_life():
+            await self._engine.abort(*request_ids)
 
     async def adopt(self, weights: Bucketed) -> int:
         """Take over weights from the object store; answers their size in bytes."""
         buckets = [await bucket for bucket in weights.buckets]  # before anything has to wait for them
-        await self._engine.begin_update(self._config.rollout.in_flight)
-        for bucket in buckets:
-            await self._engine.load(bucket)
-        await self._engine.finish_update(weights.version, await weights.check)
+        await self.begin_update()
+        with _one_life():
+            for bucket in buckets:
+                await self._engine.load(bucket)
+        await self.finish_update(weights.version, await weights.check)
         return sum(bucket.data.nbytes for bucket in buckets)
 
     async def begin_update(self) -> None:
-        await self._engine.begin_update(self._config.rollout.in_flight)
+        with _one_life():
+            await self._engine.begin_update(self._config.rollout.in_flight)
 
     async def load(self, bucket: "DeviceBucket") -> int:
         """Take over a bucket that a rank on this engine's GPU shares; answers its size in bytes."""
-        await self._engine.load(bucket)
+        with _one_life():
+            await self._engine.load(bucket)
         return bucket.num_bytes
 
     async def finish_update(self, version: int, check: "WeightsCheck") -> None:
-        await self._engine.finish_update(version, check)
+        with _one_life():
+            await self._engine.finish_update(version, check)
 
     async def sleep(self) -> None:
-        await self._engine.sleep()
+        with _one_life():
+            await self._engine.sleep()
 
     async def wake(self) -> None:
-        await self._engine.wake()
+        with _one_life():
+            await self._engine.wake()
+
+
+@contextmanager
+def _one_life() -> Iterator[None]:
+    """A role whose engine died ends with it: who is gone is replaced, wherever that is noticed."""
+    try:
+        yield
+    except EngineDied:
+        log.exception("this engine is of no use any more")
+        os._exit(1)
 
 
 def _build_engine(config: RunConfig) -> "InferenceEngine":

@@ -1,5 +1,6 @@
 """vLLM's worker as the engine uses it, and slower: a test can interrupt it between two tokens."""
 
+import os
 import time
 from typing import Any
 
@@ -26,3 +27,6 @@ class SlowWorker(WorkerExtension):
 
     def count_steps(self) -> int:
         return self.steps_taken
+
+    def process_id(self) -> int:
+        return os.getpid()

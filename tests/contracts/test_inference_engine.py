@@ -5,7 +5,9 @@ engines that have a model, the trainer's. vLLM is started once a model, since th
 """
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,7 +22,7 @@ from roll_core.config.inference import RehearsalInference, VllmInference
 from roll_core.config.model import Architecture, ScratchModel
 from roll_core.config.rollout import InFlight
 from roll_core.config.training import Packing, TrainingConfig
-from roll_core.errors import WeightsMismatch
+from roll_core.errors import EngineDied, WeightsMismatch
 from roll_core.inference import torch_engine, vllm_engine
 from roll_core.inference.base import InferenceEngine, WeightsUpdate, adopt
 from roll_core.inference.rehearsal_engine import RehearsalEngine
@@ -158,10 +160,14 @@ class VllmSubject(Subject):
                 break
         await served._llm.collective_rpc("slow_down", args=(0.0,))
 
-    def close(self) -> None:
+    def forget(self) -> None:
+        """Whoever asks next gets another engine."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+
+    def close(self) -> None:
+        self.forget()
         self._runner.close()
 
 
@@ -607,3 +613,38 @@ def test_a_step_that_fails_fails_every_request_it_held():
         return [task.exception() for task in done]
 
     assert [type(error) for error in asyncio.run(all_failures())] == [ZeroDivisionError] * 5
+
+
+def test_when_the_process_of_vllm_is_killed_every_call_says_so_and_nobody_waits(vllm_subjects):
+    subject = vllm_subjects["vllm"]
+
+    async def after_its_death() -> list[BaseException | Completion]:
+        served = await subject.engine(2)
+        pending = [asyncio.create_task(served.generate(request)) for request in requests(5, stop=NO_STOP)]
+        await subject.settled(served, 3)
+        (pid,) = await served._llm.collective_rpc("process_id")
+        os.kill(pid, signal.SIGKILL)
+        failures = await asyncio.gather(*pending, return_exceptions=True)
+        with pytest.raises(EngineDied, match="vLLM's process ended"):
+            await served.begin_update(InFlight.FINISH)
+        return failures
+
+    failures = subject.run(after_its_death())
+    assert [type(failure) for failure in failures] == [EngineDied] * 5
+    subject.forget()
+
+
+def test_what_vllm_refuses_is_the_answer_to_who_asked_and_makes_room(vllm_subjects):
+    subject, (right,) = vllm_subjects["vllm moe"], requests(1)
+    outside_its_vocabulary = GenerationRequest("wrong", (5, 10**6), 4, 1.0, NO_STOP, seed=1)
+
+    async def ask() -> list[BaseException | Completion]:
+        served = await subject.engine(1)
+        asked = (outside_its_vocabulary, right)
+        answers = await asyncio.gather(*(served.generate(request) for request in asked), return_exceptions=True)
+        await served.sleep()  # with nothing in flight
+        return answers
+
+    refused, completion = subject.run(ask())
+    assert "out of vocabulary" in str(refused)
+    assert isinstance(completion, Completion)
