@@ -1,6 +1,6 @@
 """What the engines, the torch backend and the passage of weights between them do on one GPU, for the shape of a Qwen3 model.
 
-    python benchmarks/gpu_parts.py [--shape 0.6b|1.7b] [--sequences 512] [--new-tokens 256]
+    python benchmarks/gpu_parts.py [--shape 0.6b|1.7b|4b] [--parts engine,update,...] [--sequences 512] [--new-tokens 256]
 
 Needs a GPU, vLLM, and neither Ray nor Prefect. Prints decode tokens/s of both engines (all slots busy), update tokens/s, its
 share of the GPU's arithmetic (MFU: 6 operations a parameter and token, and attention's, of 989 TFLOP/s dense bfloat16) and
@@ -14,6 +14,7 @@ import random
 import tempfile
 import time
 import warnings
+from collections.abc import Awaitable
 from itertools import pairwise
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from roll_core.training.scorer import ScoreTokens
 from roll_core.training.torch_backend import TorchBackend
 from roll_core.training.torch_trained import TorchSettings
 from roll_core.types.sample import Sample
-from roll_core.weights.buckets import pack_on_device
+from roll_core.weights.buckets import share_in_place
 from roll_core.weights.checks import Watch
 from roll_core.weights.digests import WeightsDigest
 
@@ -50,8 +51,9 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 SHAPES = {
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_layers": 28, "num_heads": 16, "num_kv_heads": 8},
     "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_layers": 28, "num_heads": 16, "num_kv_heads": 8},
+    "4b": {"hidden_size": 3072, "intermediate_size": 9216, "num_layers": 32, "num_heads": 24, "num_kv_heads": 8},
 }
-"""Of Qwen3 models, with 64 and 128 features a head, and a character vocabulary."""
+"""About those of Qwen3 models, with 64 and 128 features a head, and a character vocabulary."""
 PEAK_FLOPS = 989e12
 """H100 and H200, dense bfloat16, as their maker states it."""
 
@@ -78,18 +80,35 @@ async def by_torch(model: ScratchModel, sequences: int, new_tokens: int) -> None
 async def by_vllm(model: ScratchModel, sequences: int, new_tokens: int) -> None:
     """Started, given weights several times through the GPU's memory, and put to work."""
     backend = TorchBackend(model, TorchSettings(TrainingConfig(), seed=0, temperature=1.0, device=GPU))
+    backend.start_optimizer(OptimizerConfig(), total_steps=10)
+    backend.snapshot()  # Adam's moments are there
     start = time.perf_counter()
-    config = VllmInference(memory_share=0.5)
+    config = VllmInference(memory_share=0.4)
     engine = VllmEngine(model, config, num_slots=sequences, device=GPU, dtype=torch.bfloat16, num_threads=8)
     print(f"vLLM started in {time.perf_counter() - start:.0f} s")
     for version in range(4):
         await sync(engine, backend, version)
     print(f"decode, vLLM: {await decode(engine, sequences, new_tokens):,.0f} tokens/s")
-    for name, act in (("sleep", engine.sleep), ("wake", engine.wake)):
-        start = time.perf_counter()
-        await act()
-        print(f"{name} in {time.perf_counter() - start:.2f} s")
+    await engine.sleep()
+    for _ in range(2):  # the second time all memory on the host is there
+        await make_room(engine, backend)
     engine.close()
+
+
+async def make_room(engine: VllmEngine, backend: TorchBackend) -> None:
+    """What an iteration of a trainer and an engine that each need the whole GPU spends on that."""
+
+    async def timed(name: str, act: Awaitable[None]) -> None:
+        start = time.perf_counter()
+        await act
+        print(f"{name} {time.perf_counter() - start:.2f} s", end=", ")
+
+    await timed("room for both: weights to the sleeping engine", sync(engine, backend, 9))
+    for name, act in (("trainer's weights to the host", backend.offload), ("back", backend.reload)):
+        await timed(name, asyncio.to_thread(act))
+    await timed("engine wakes", engine.wake())
+    await timed("and sleeps", engine.sleep())
+    print()
 
 
 async def sync(engine: VllmEngine, backend: TorchBackend, version: int) -> None:
@@ -97,18 +116,21 @@ async def sync(engine: VllmEngine, backend: TorchBackend, version: int) -> None:
     watch, digest = Watch(version), WeightsDigest()
     await engine.begin_update(InFlight.FINISH)
     times.append(time.perf_counter())
-    num_bytes = 0
-    for bucket in pack_on_device(watch.over(digest.over(backend.weights())), torch.bfloat16):
-        await engine.load(bucket)
-        num_bytes += bucket.num_bytes
+    loading = asyncio.create_task(engine.load(share_in_place(list(backend.weights()))))
+    await asyncio.sleep(0)  # it is on its way
+    for _ in watch.over(digest.over(backend.weights())):
+        pass
+    digest.hexdigest()
+    await loading
     times.append(time.perf_counter())
     await engine.finish_update(version, watch.check)
-    digest.hexdigest()
     times.append(time.perf_counter())
     begin, load, finish = (later - earlier for earlier, later in pairwise(times))
-    rate = num_bytes / (times[-1] - times[0]) / 1e9
-    print(f"sync {version}: {num_bytes / 1e9:.2f} GB in {times[-1] - times[0]:.3f} s, {rate:.1f} GB/s ", end="")
-    print(f"(begin {begin:.3f}, load {load:.3f}, check {finish:.3f} s)")
+    num_bytes = 2 * sum(tensor.numel() for _, tensor in backend.weights())
+    rates = (num_bytes / seconds / 1e9 for seconds in (times[-1] - times[0], load))
+    print(f"sync {version}: {num_bytes / 1e9:.2f} GB in {times[-1] - times[0]:.4f} s, ", end="")
+    print("{:.0f} GB/s, while they are copied {:.0f} GB/s ".format(*rates), end="")
+    print(f"(begin {begin:.4f}, copy and digest {load:.4f}, check {finish:.4f} s)")
 
 
 def copy_bandwidth() -> float:
@@ -227,25 +249,32 @@ def score_tokens(num_tokens: int, hidden: int = 1024, vocabulary: int = 151_936,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
+    parser.add_argument("--parts", default="engine,update,torch,snapshots,scoring")
     parser.add_argument("--sequences", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--micro-batch-tokens", type=int, default=32768)
     options = parser.parse_args()
     model, work = shaped(options.shape, PROMPT_TOKENS + options.new_tokens), (options.sequences, options.new_tokens)
     print(f"{torch.cuda.get_device_name()}, {options.shape}, {work[0]} sequences of {PROMPT_TOKENS} + {work[1]} tokens")
-    print(f"copy within the GPU: {copy_bandwidth() / 1e9:,.0f} GB/s")
-    asyncio.run(by_vllm(model, *work))
-    for compiled, recomputes in ((False, False), (True, False), (True, True)):
-        training = TrainingConfig(
-            precision=Precision.BFLOAT16,
-            compile=compiled,
-            activation_checkpointing=recomputes,
-            micro_batch_tokens=options.micro_batch_tokens,
-        )
-        update(model, *work, training)
-    asyncio.run(by_torch(model, *work))
-    snapshots(model)
-    score_tokens(16_384)
+    parts = options.parts.split(",")
+    if "engine" in parts:
+        print(f"copy within the GPU: {copy_bandwidth() / 1e9:,.0f} GB/s")
+        asyncio.run(by_vllm(model, *work))
+    if "update" in parts:
+        for compiled, recomputes in ((False, False), (True, False), (True, True)):
+            training = TrainingConfig(
+                precision=Precision.BFLOAT16,
+                compile=compiled,
+                activation_checkpointing=recomputes,
+                micro_batch_tokens=options.micro_batch_tokens,
+            )
+            update(model, *work, training)
+    if "torch" in parts:
+        asyncio.run(by_torch(model, *work))
+    if "snapshots" in parts:
+        snapshots(model)
+    if "scoring" in parts:
+        score_tokens(16_384)
 
 
 if __name__ == "__main__":

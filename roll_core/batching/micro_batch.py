@@ -89,7 +89,9 @@ def build_micro_batches(
     plan = plan_ranks([_unit_tokens(kept, unit) for unit in units], num_ranks, limits)[rank]
     starts = [0, *accumulate(sample.num_trained_tokens for sample in samples)]
     placed = _Placed(kept, [starts[number] for number in chosen], list(chosen))
-    return [_assemble(placed, [[units[u] for u in row] for row in rows], tokens, counts) for rows in plan]
+    return [
+        _assemble(placed, [[units[u] for u in row] for row in rows], tokens, counts, limits.width_multiple) for rows in plan
+    ]
 
 
 @dataclass(frozen=True)
@@ -167,9 +169,12 @@ class _Builder:
         self.sample.append(self._placed.number[index])
 
 
-def _assemble(placed: _Placed, rows: Sequence[Sequence[Unit]], tokens: TokenData, counts: GlobalCounts) -> MicroBatch:
-    # A blank micro-batch still runs a one-token forward pass, so that this rank takes part in every collective.
+def _assemble(
+    placed: _Placed, rows: Sequence[Sequence[Unit]], tokens: TokenData, counts: GlobalCounts, width_multiple: int
+) -> MicroBatch:
+    # A blank micro-batch still runs a short forward pass, so that this rank takes part in every collective.
     width = max((sum(_unit_tokens(placed.samples, unit) for unit in row) for row in rows), default=1)
+    width = -(-width // width_multiple) * width_multiple
     built = _Builder(placed, max(len(rows), 1), width)
     for number, row in enumerate(rows):
         built.fill(number, row)

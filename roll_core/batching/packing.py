@@ -8,6 +8,7 @@ and about the same number of tokens.
 import bisect
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from roll_core.config.training import Packing
 
@@ -25,6 +26,8 @@ class PackingLimits:
     micro_batch_tokens: int
     row_tokens: int | None
     packing: Packing
+    width_multiple: int = 1
+    """Rows are filled up to a multiple of so many tokens: compiled layers are compiled again for widths of another kind."""
 
 
 def plan_units(prompts: Sequence[Hashable], lengths: list[tuple[int, int]], row_tokens: int) -> list[Unit]:
@@ -91,4 +94,7 @@ def _balance(rows: list[Row], lengths: list[int], num_ranks: int) -> list[list[R
 
 
 def _chunks(rows: list[Row], size: int) -> list[MicroBatchPlan]:
-    return [tuple(rows[start : start + size]) for start in range(0, len(rows), size)]
+    """As few as can be, of at most this size, and of about the same."""
+    count = -(-len(rows) // size)
+    bounds = [len(rows) * chunk // max(1, count) for chunk in range(count + 1)]
+    return [tuple(rows[start:end]) for start, end in pairwise(bounds)]

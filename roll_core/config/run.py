@@ -188,6 +188,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _there_is_somebody_to_make_room_for(self):
+        if self.training.offload and not self.shares_gpus:
+            raise ValueError(
+                "training.offload makes room for engines on the trainer's GPUs: leave it out, or set cluster.device=cuda "
+                "and give placement.engines devices of placement.trainer"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _placement_fits_cluster(self):
         for key in ("trainer", "engines"):
             devices = getattr(self.placement, key)

@@ -66,6 +66,9 @@ class TrainingConfig(Section):
     """Compile the layers: about half a minute when they are first used, and one and a half times as fast on a GPU since."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: about 30 % more compute for much less memory."""
+    offload: bool = False
+    """Weights and optimizer state wait in host memory while engines on the trainer's devices generate, which then have the
+    devices to themselves (inference.memory_share). Needs placement.trainer and placement.engines on the same GPUs."""
     agreement: AgreementConfig | None = None
     """Limits on how far the trainer's logprobs may be from the engines'; null only measures (metrics mismatch/*)."""
 

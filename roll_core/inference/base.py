@@ -23,7 +23,7 @@ class InferenceEngine(Protocol):
 
     async def begin_update(self, in_flight: InFlight) -> None:
         """Make way for new weights. What is being generated ends or waits, as the policy says; what has no slot yet waits,
-        and begins with the new weights."""
+        and begins with the new weights. An engine that sleeps takes back as much memory as weights need."""
         ...
 
     async def load(self, bucket: "Bucket") -> None:
@@ -36,10 +36,13 @@ class InferenceEngine(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Give accelerator memory back while a colocated trainer works. Only with nothing in flight."""
+        """Give accelerator memory back while a colocated trainer works, that of weights, too: the trainer makes new ones.
+        Only with nothing in flight."""
         ...
 
-    async def wake(self) -> None: ...
+    async def wake(self) -> None:
+        """Take the rest of the memory, once an update has given it weights. It serves when both have happened."""
+        ...
 
 
 @dataclass(frozen=True)

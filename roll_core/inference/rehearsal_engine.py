@@ -174,6 +174,7 @@ class RehearsalEngine:
     async def sleep(self) -> None:
         in_flight = len(self._running) + len(self._waiting)
         assert in_flight == 0, f"an engine must not sleep with {in_flight} requests in flight"
+        self._admitting = False
 
     async def wake(self) -> None:
         pass

@@ -122,6 +122,7 @@ class TorchEngine:
         self._drop_finished()
 
     async def begin_update(self, in_flight: InFlight) -> None:
+        await self.wake()
         self._admitting = False
         match in_flight:
             case InFlight.FINISH:
@@ -155,7 +156,7 @@ class TorchEngine:
     async def sleep(self) -> None:
         in_flight = len(self._running) + len(self._waiting)
         assert in_flight == 0, f"an engine must not sleep with {in_flight} requests in flight"
-        self._cache = None
+        self._cache, self._admitting = None, False
         if self._device.type == "cuda":
             self._model.to("cpu")
             torch.cuda.empty_cache()

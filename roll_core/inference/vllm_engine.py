@@ -86,7 +86,8 @@ class VllmEngine:
         check_version()
         self._max_tokens = model.max_positions
         self._num_slots = num_slots
-        self._sleeps = device.type == "cuda"
+        self._can_sleep = device.type == "cuda"
+        self._asleep = False
         self._waiting: deque[_Sequence] = deque()
         self._running: dict[_Sequence, None] = {}
         self._version: int | None = None
@@ -125,6 +126,8 @@ class VllmEngine:
         self._adopted.clear()
         with _telling_its_death():
             await self._make_way(in_flight)
+            if self._asleep:
+                await self._llm.wake_up(tags=["weights"])
             if not self._begun:
                 await self._llm.collective_rpc("roll_begin")
                 self._begun = True
@@ -137,7 +140,7 @@ class VllmEngine:
         match bucket:
             case DeviceBucket():
                 with _telling_its_death():
-                    await self._llm.collective_rpc("roll_load_shared", args=(bucket.handle, entries))
+                    await self._llm.collective_rpc("roll_load_shared", args=(bucket.handle, entries, list(bucket.starts)))
             case WeightsBucket():
                 with _telling_its_death(), _in_file(bucket) as path:
                     await self._llm.collective_rpc("roll_load_file", args=(path, entries))
@@ -148,22 +151,31 @@ class VllmEngine:
             await self._llm.collective_rpc("roll_finish_weights")
             if check is not None:
                 await self._compare(version, check)
-            await self._llm.resume_generation()
+            if not self._asleep:
+                await self._llm.resume_generation()
         self._version = version
-        self._adopted.set()
-        self._fill_slots()
+        if not self._asleep:
+            self._adopted.set()
+            self._fill_slots()
 
     async def sleep(self) -> None:
         in_flight = len(self._running) + len(self._waiting)
         assert in_flight == 0, f"an engine must not sleep with {in_flight} requests in flight"
-        if self._sleeps:
+        self._adopted.clear()
+        self._version = None
+        if self._can_sleep:
             with _telling_its_death():
-                await self._llm.sleep(level=1)
+                await self._llm.sleep(level=2)  # 1 would copy weights to the host, which nobody will want
+            self._asleep = True
 
     async def wake(self) -> None:
-        if self._sleeps:
+        if self._asleep:
             with _telling_its_death():
-                await self._llm.wake_up()
+                await self._llm.wake_up(tags=["kv_cache"])
+            self._asleep = False
+        if self._version is not None:
+            self._adopted.set()
+            self._fill_slots()
 
     def close(self) -> None:
         """End vLLM's process; the engine's own would take it along, too."""

@@ -19,11 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
+from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
+from roll_core.inference.replayed_load import ReplayedLoad
 from roll_core.inference.sampling import draw
 from roll_core.inference.vllm_terms import PLACE, SEED
 from roll_core.weights.buckets import TensorEntry, cut, open_handle
@@ -38,14 +40,20 @@ class WorkerExtension:
     model_runner: Any
     vllm_config: Any
     device: torch.device
+    _roll_replayed: ReplayedLoad | None
+    """Where weights are used in the shape in which they are loaded; otherwise vLLM loads them as it did when it started."""
 
     def roll_begin(self) -> None:
         """Once, before the first request."""
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+        model = self.model_runner.model
+        self._roll_replayed = ReplayedLoad(model) if _is_loaded_as_it_is(model) else None
         if not self.vllm_config.use_v2_model_runner:  # which draws by seed and position, too
             self.model_runner.sampler.topk_topp_sampler = _SeededSampler(self.model_runner)
 
     def roll_begin_weights(self) -> None:
+        if self._roll_replayed is not None:
+            return
         model = self.model_runner.model
         _forget_packed_experts(model)
         with set_current_vllm_config(self.vllm_config):
@@ -56,19 +64,24 @@ class WorkerExtension:
         flat = torch.from_file(path, shared=False, size=Path(path).stat().st_size, dtype=torch.uint8)
         self._roll_load(flat, entries)
 
-    def roll_load_shared(self, handle: bytes, entries: list[tuple[str, str, list[int]]]) -> None:
-        """The same in memory of this worker's GPU that another process shares."""
-        self._roll_load(open_handle(handle), entries)
+    def roll_load_shared(self, handle: bytes, entries: list[tuple[str, str, list[int]]], starts: list[int]) -> None:
+        """The same in memory of this worker's GPU that another process shares, each from the byte where it starts."""
+        self._roll_load(open_handle(handle), entries, starts)
         torch.cuda.synchronize(self.device)  # the memory is used again when this answers
 
-    def _roll_load(self, flat: Tensor, entries: list[tuple[str, str, list[int]]]) -> None:
-        named = cut(flat, [TensorEntry(name, tuple(shape), dtype) for name, dtype, shape in entries])
-        # Copies: a layer's tensors are kept until it has all of them, and the memory is used again before that.
-        copies = ((name, part.to(self.device, copy=True)) for name, part in named)
+    def _roll_load(self, flat: Tensor, entries: list[tuple[str, str, list[int]]], starts: list[int] | None = None) -> None:
+        named = cut(flat, [TensorEntry(name, tuple(shape), dtype) for name, dtype, shape in entries], starts)
         with set_current_vllm_config(self.vllm_config):
-            self.model_runner.model.load_weights(copies)
+            if self._roll_replayed is not None:
+                self._roll_replayed.load([(name, part.to(self.device)) for name, part in named])
+            else:
+                # Copies: a layer's tensors are kept until it has all of them, and the memory is used again before that.
+                self.model_runner.model.load_weights((name, part.to(self.device, copy=True)) for name, part in named)
 
     def roll_finish_weights(self) -> None:
+        if self._roll_replayed is not None:
+            self._roll_replayed.settle()
+            return
         model = self.model_runner.model
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(model, self.vllm_config.model_config)
@@ -112,6 +125,14 @@ def _end_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(PARENT_CHECK_S)
     os._exit(1)
+
+
+def _is_loaded_as_it_is(model: nn.Module) -> bool:
+    """Whether no layer packs or permutes its weights once it has them."""
+    methods = [method for module in model.modules() if (method := getattr(module, "quant_method", None)) is not None]
+    return current_platform.is_cuda() and all(
+        isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod) for method in methods
+    )
 
 
 def _forget_packed_experts(model: nn.Module) -> None:

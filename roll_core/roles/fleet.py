@@ -102,7 +102,7 @@ class Fleet:
         wait_for(calls, "checkpoint", self._config.deadlines.checkpoint)
 
     def collect(self, request: CollectRequest) -> Collected:
-        self._lend_devices_to_engines()
+        self._have_engines_serve(request.weights_version)
         version, deadline_s = request.weights_version, self._config.deadlines.collect
         answer = self._with_successors(lambda: self._scheduler.collect.remote(request), version, "collect", deadline_s)
         collected, self._trajectories[request.request_id] = answer
@@ -130,23 +130,40 @@ class Fleet:
         num_bytes, digest = by(version)
         if missing := [engine.name for engine in self._workforce.engines() if engine.name not in num_bytes]:
             raise RoleDied(f"{', '.join(missing)} could not take over weights version {version}: who held them died")
-        self._resume_engines()  # before anything is drawn, or all of it goes to those that were never paused
+        self._lend_devices_to_engines()  # before anything is drawn, or all of it goes to those that were never paused
         self._from_scheduler(self._scheduler.adopted.remote(version), "publish", self._config.deadlines.publish)
         return Published(weights_version=version, weights_digest=digest, num_bytes=sum(num_bytes.values()))
 
     def _publish_by_object_store(self, version: int) -> tuple[dict[str, int], str]:
         """All of it waits in host memory before engines are asked to stop for it."""
         weights = self._bucket_weights(version)
-        self._wake_engines()
         num_bytes = self._workforce.adopt(weights)
         num_bytes |= self._replace(self._workforce.dead(known_alive=num_bytes), weights)
         return num_bytes, weights.digest
 
     def _publish_on_devices(self, version: int) -> tuple[dict[str, int], str]:
-        """Bucket by bucket through the memory of the GPU that rank and engine are on."""
-        deadline_s = self._config.deadlines.publish
-        self._wake_engines()
+        """Through the memory of the GPU that rank and engine are on."""
         num_bytes = self._workforce.begin_update()
+        share = self._share_in_place if len(self._ranks) == 1 else self._share_by_buckets
+        num_bytes, (check, digest) = share(version, num_bytes)
+        alive = self._workforce.finish_update(num_bytes, version, check)
+        num_bytes = {name: size for name, size in num_bytes.items() if name in alive}
+        if dead := self._workforce.dead(known_alive=alive):
+            num_bytes |= self._replace(dead, self._bucket_weights(version))
+        return num_bytes, digest
+
+    def _share_in_place(self, version: int, num_bytes: dict[str, int]) -> tuple[dict[str, int], Any]:
+        """The engine reads the weights of the only rank where they lie, while that computes their digest."""
+        ((name, rank),) = self._ranks.items()
+        deadline_s = self._config.deadlines.publish
+        bucket = wait_for({name: rank.share_in_place.remote(version)}, "publish", deadline_s)[name]
+        finishing = {name: rank.finish_sharing.remote()}
+        num_bytes = self._workforce.load(num_bytes, [bucket])
+        return num_bytes, wait_for(finishing, "publish", deadline_s)[name]
+
+    def _share_by_buckets(self, version: int, num_bytes: dict[str, int]) -> tuple[dict[str, int], Any]:
+        """Ranks have parts: on each GPU they are gathered into one buffer after another."""
+        deadline_s = self._config.deadlines.publish
         wait_for({name: rank.begin_sharing.remote(version) for name, rank in self._ranks.items()}, "publish", deadline_s)
         while True:
             sharing = {name: rank.share_bucket.remote() for name, rank in self._ranks.items()}
@@ -155,19 +172,14 @@ class Fleet:
                 break
             num_bytes = self._workforce.load(num_bytes, list(buckets.values()))
         finishing = {name: rank.finish_sharing.remote() for name, rank in self._ranks.items()}
-        check, digest = self._from_rank_0(wait_for(finishing, "publish", deadline_s))
-        alive = self._workforce.finish_update(num_bytes, version, check)
-        num_bytes = {name: size for name, size in num_bytes.items() if name in alive}
-        if dead := self._workforce.dead(known_alive=alive):
-            num_bytes |= self._replace(dead, self._bucket_weights(version))
-        return num_bytes, digest
+        return num_bytes, self._from_rank_0(wait_for(finishing, "publish", deadline_s))
 
     def weights_digest(self) -> str:
         """Of the policy the trainer holds now."""
         return self._bucket_weights(version=0).digest
 
     def evaluate(self, weights_version: int) -> Evaluated:
-        self._lend_devices_to_engines()
+        self._have_engines_serve(weights_version)
         ask, deadline_s = partial(self._scheduler.evaluate.remote, weights_version), self._config.deadlines.evaluate
         return self._with_successors(ask, weights_version, "evaluate", deadline_s)
 
@@ -264,6 +276,10 @@ class Fleet:
     def _start_roles(self, deadline_s: float) -> None:
         calls = self._workforce.start()
         calls[SCHEDULER] = self._scheduler.start.remote()
+        if self._config.training.offload:
+            wait_for(calls, "start", deadline_s)  # engines look how much memory there is
+            self._workforce.sleep()
+            self._lent = True
         first_rank = next(iter(self._ranks.values()))
         meeting_point = wait_for({"trainer rank 0": first_rank.meeting_point.remote()}, "start", deadline_s)[
             "trainer rank 0"
@@ -300,21 +316,28 @@ class Fleet:
         pausing = self._scheduler.pause.remote(self._workforce.on_trainer_devices)
         self._from_scheduler(pausing, "publish", self._workforce.yielding_deadline_s)
         self._workforce.sleep()
+        if self._config.training.offload:
+            self._of_ranks(lambda rank: rank.reload.remote())
         self._lent = True
 
     def _lend_devices_to_engines(self) -> None:
-        self._wake_engines()
-        self._resume_engines()
+        """They have weights again; what else they need is theirs once the trainer is off the devices."""
+        if not self._lent:
+            return
+        if self._config.training.offload:
+            self._of_ranks(lambda rank: rank.offload.remote())
+        self._workforce.wake()
+        resuming = self._scheduler.resume.remote(self._workforce.on_trainer_devices)
+        self._from_scheduler(resuming, "publish", self._config.deadlines.publish)
+        self._lent = False
 
-    def _wake_engines(self) -> None:
+    def _have_engines_serve(self, version: int) -> None:
+        """Engines that slept while the trainer worked, and did not move the policy, get the weights they had."""
         if self._lent:
-            self._workforce.wake()
+            self.publish(version)
 
-    def _resume_engines(self) -> None:
-        if self._lent:
-            resuming = self._scheduler.resume.remote(self._workforce.on_trainer_devices)
-            self._from_scheduler(resuming, "publish", self._config.deadlines.publish)
-            self._lent = False
+    def _of_ranks(self, ask: Callable[[ActorHandle], ray.ObjectRef]) -> None:
+        wait_for({name: ask(rank) for name, rank in self._ranks.items()}, "publish", self._config.deadlines.publish)
 
     def _with_successors(self, ask: Callable[[], ray.ObjectRef], version: int, stage: str, deadline_s: float) -> Any:
         """An answer of the scheduler, which does not fail because all who could work for it have died.

@@ -5,7 +5,8 @@ All ranks get the same calls in the same order. What changes state carries a req
 
 import shutil
 import socket
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,6 +30,8 @@ from roll_core.types.sample import Sample
 from roll_core.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from roll_core.training.base import Snapshot
     from roll_core.training.learner import PreparedBatch
     from roll_core.weights.buckets import DeviceBucket
@@ -68,7 +71,7 @@ class TrainerRank:
         device = torch.device(self._config.cluster.device.value)
         if self._num_ranks > 1:
             torch.distributed.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                 init_method=meeting_point,
                 rank=self._rank,
                 world_size=self._num_ranks,
@@ -132,36 +135,46 @@ class TrainerRank:
     def bucket_weights(self, version: int) -> Bucketed | None:
         """The current weights in the object store, under this number; rank 0 answers, the others help."""
         from roll_core.weights.buckets import pack
-        from roll_core.weights.checks import Watch
-        from roll_core.weights.digests import WeightsDigest
 
         if self._rank != 0:
             self._help_to_gather()
             return None
-        digest, watch = WeightsDigest(), Watch(version)
-        references = tuple(ray.put(bucket) for bucket in pack(watch.over(digest.over(self._learner.weights()))))
-        return Bucketed(version, references, ray.put(watch.check), digest.hexdigest())
+        references = tuple(ray.put(bucket) for bucket in pack(self._watched(version)))
+        return Bucketed(version, references, ray.put(self._watch.check), self._digest.hexdigest())
+
+    def share_in_place(self, version: int) -> "DeviceBucket":
+        """All weights where they lie, under this number, for an engine on this rank's GPU; where this rank has them all."""
+        from roll_core.weights.buckets import share_in_place
+
+        self._unseen = self._watched(version)
+        return share_in_place(list(self._learner.weights()))
 
     def begin_sharing(self, version: int) -> None:
         """From now on `share_bucket` gives the weights, under this number, to engines on this rank's GPU."""
         import torch
 
         from roll_core.weights.buckets import pack_on_device
-        from roll_core.weights.checks import Watch
-        from roll_core.weights.digests import WeightsDigest
 
         bfloat16 = self._config.training.precision is Precision.BFLOAT16
-        self._watch, self._digest = Watch(version), WeightsDigest()
-        weights = self._watch.over(self._digest.over(self._learner.weights()))
-        self._shared = pack_on_device(weights, torch.bfloat16 if bfloat16 else torch.float32)
+        self._unseen = iter(())
+        self._shared = pack_on_device(self._watched(version), torch.bfloat16 if bfloat16 else torch.float32)
 
     def share_bucket(self) -> "DeviceBucket | None":
         """The next of them, once nobody needs the one before it; None when there are no more."""
         return next(self._shared, None)
 
     def finish_sharing(self) -> tuple["WeightsCheck", str]:
-        """What engines compare with, and the digest of the weights."""
+        """What engines compare with, and the digest of the weights. Weights that are read where they lie are looked at only
+        now, so that no engine waits for it."""
+        deque(self._unseen, maxlen=0)
         return self._watch.check, self._digest.hexdigest()
+
+    def offload(self) -> None:
+        """Give the GPU's memory to the engine that is there, too."""
+        self._learner.offload()
+
+    def reload(self) -> None:
+        self._learner.reload()
 
     def export(self, folder: Path) -> str:
         """The current policy as a Hugging Face folder, and the digest of its weights; rank 0 writes, the others help."""
@@ -186,6 +199,14 @@ class TrainerRank:
         assert snapshot is not None, "nothing was copied"
         folder = self._scratch / f"checkpoint-{iteration}"
         return upload_files(self._store, folder, snapshot(folder))
+
+    def _watched(self, version: int) -> "Iterator[tuple[str, Tensor]]":
+        """The weights; what they are is known once all of them have gone by."""
+        from roll_core.weights.checks import Watch
+        from roll_core.weights.digests import WeightsDigest
+
+        self._watch, self._digest = Watch(version), WeightsDigest()
+        return self._watch.over(self._digest.over(self._learner.weights()))
 
     def _help_to_gather(self) -> None:
         """Take part in gathering weights that another rank keeps."""

@@ -44,6 +44,14 @@ class Trained(Protocol):
         """Forget what was accumulated since the last step."""
         ...
 
+    def offload(self) -> None:
+        """Give the device's memory back: all waits in host memory, where it can be read and saved, until `reload`."""
+        ...
+
+    def reload(self) -> None:
+        """Take the device again. Before this, nothing is computed; without an `offload` nothing happens."""
+        ...
+
     def snapshot(self) -> Snapshot:
         """A copy of weights and optimizer state in host memory, which training on does not change."""
         ...

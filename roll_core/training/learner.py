@@ -31,7 +31,7 @@ from roll_core.config.training import OptimizerConfig, Packing
 from roll_core.errors import SamplerDisagrees
 from roll_core.seeds import derive_seed
 from roll_core.training.agreement import Agreement
-from roll_core.training.base import CriticBackend, Policy, Snapshot, TrainingBackend
+from roll_core.training.base import CriticBackend, Policy, Snapshot, Trained, TrainingBackend
 from roll_core.training.torch_backend import TorchBackend
 from roll_core.training.torch_critic import TorchCritic
 from roll_core.training.torch_trained import TorchSettings, over_ranks
@@ -39,6 +39,8 @@ from roll_core.types.manifest import Metrics
 from roll_core.types.sample import Sample
 from roll_core.types.trajectory import Trajectory
 
+COMPILED_WIDTHS = 64
+"""Tokens: attention with a mask takes another way where rows are not a multiple of 8, and tiles are of 64."""
 CRITIC_FOLDER, STATE_FILE = "critic", "credit-state.json"
 
 
@@ -82,7 +84,7 @@ class Learner:
         """Supervised steps, then a fresh optimizer for reinforcement learning; the last loss. A critic starts from here."""
         self._policy.start_optimizer(optimizer, num_steps)
         # Demonstrations share no prompts: rows as short as they can be cost the least attention.
-        limits = PackingLimits(self._config.training.micro_batch_tokens, None, Packing.ROWS)
+        limits = replace(self._limits(), row_tokens=None, packing=Packing.ROWS)
         metrics: Metrics = {}
         for step in range(num_steps):
             samples = demonstrations(step)
@@ -135,6 +137,19 @@ class Learner:
                 self._critic.accumulate(micro_batch, self._algorithm.value_loss)
             per_step.append(self._critic.apply_gradients())
         return _mean_over_steps(per_step)
+
+    def offload(self) -> None:
+        """Give the device's memory back until `reload`."""
+        for trained in self._trained:
+            trained.offload()
+
+    def reload(self) -> None:
+        for trained in self._trained:
+            trained.reload()
+
+    @property
+    def _trained(self) -> list[Trained]:
+        return [self._policy, *([self._critic] if self._critic is not None else [])]
 
     def snapshot(self) -> Snapshot:
         """A copy of everything that learning goes on from, to be written beside what follows."""
@@ -330,7 +345,12 @@ class Learner:
 
     def _limits(self) -> PackingLimits:
         training = self._config.training
-        return PackingLimits(training.micro_batch_tokens, training.row_tokens, training.packing)
+        return PackingLimits(
+            training.micro_batch_tokens,
+            training.row_tokens,
+            training.packing,
+            width_multiple=COMPILED_WIDTHS if training.compile else 1,
+        )
 
 
 def _build(algorithm: AlgorithmConfig, config: RunConfig) -> Algorithm:

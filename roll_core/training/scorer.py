@@ -67,9 +67,14 @@ class TokenScorer(nn.Module):
         return Reference(hidden_RTH.flatten(0, 1)[micro_batch.predicted_by_N], self.model.get_output_embeddings().weight)
 
 
-def last_hidden_states(base_model: nn.Module, micro_batch: MicroBatch) -> Tensor:
+def last_hidden_states(base_model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
+    embedded_RTH = base_model.get_input_embeddings()(micro_batch.token_ids_RT)
+    device = embedded_RTH.device.type
+    if torch.is_autocast_enabled(device):
+        # Layers add to what they are given, in its precision: from float32 on, all of them would move twice the bytes.
+        embedded_RTH = embedded_RTH.to(torch.get_autocast_dtype(device))
     return base_model(
-        input_ids=micro_batch.token_ids_RT,
+        inputs_embeds=embedded_RTH,
         attention_mask=micro_batch.attention_mask(),
         position_ids=micro_batch.position_ids_RT,
         use_cache=False,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import register_fsdp_forward_method
 
@@ -69,6 +69,9 @@ class TorchBackend(TorchTrained):
         if theirs != ours:
             raise RollError(f"algorithm.teachers: {name} has a vocabulary of {theirs} tokens, the policy one of {ours}")
         self._frozen[name] = frozen.requires_grad_(False)
+
+    def _modules(self) -> list[nn.Module]:
+        return [self._scorer, *self._frozen.values()]
 
     @torch.no_grad()
     def _reference_states(self, batch: MicroBatch) -> Reference:

@@ -27,6 +27,7 @@ from roll_core.config.training import OptimizerConfig, Precision, TrainingConfig
 from roll_core.models.causal_lm import build_model
 from roll_core.training.base import Snapshot
 from roll_core.training.host_copy import HostCopy
+from roll_core.training.residence import Residence, lay_flat
 from roll_core.training.schedule import learning_rate_at
 from roll_core.types.manifest import Metrics
 
@@ -41,7 +42,11 @@ class TorchSettings:
     device: torch.device
 
     def build_model(self, model: ModelConfig) -> PreTrainedModel:
-        built = build_model(model, self.seed).to(self.device)
+        built = build_model(model, self.seed)
+        if world_size() == 1:
+            lay_flat(built, self.device)
+        else:
+            built.to(self.device)
         if self.training.activation_checkpointing:
             built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             built.train()
@@ -76,6 +81,7 @@ class TorchTrained:
         self._area = area
         self._sums: dict[str, Tensor] = {}
         self._host_copy = HostCopy()
+        self._residence = Residence(settings.device)
         self._writers = dist.new_group(backend="gloo") if world_size() > 1 else None
 
     def start_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
@@ -108,6 +114,12 @@ class TorchTrained:
         self._optimizer.zero_grad(set_to_none=True)
         self._sums = {}
 
+    def offload(self) -> None:
+        self._residence.offload(self._modules(), self._optimizer)
+
+    def reload(self) -> None:
+        self._residence.reload(self._modules(), self._optimizer)
+
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Full gradients accumulated so far: for tests and for debugging a run."""
         for name, parameter in self._module.named_parameters():
@@ -115,6 +127,8 @@ class TorchTrained:
             yield name, whole(parameter.grad)
 
     def snapshot(self) -> Snapshot:
+        if not self._optimizer.state:
+            self._begin_optimizer_state()
         model_state, optimizer_state = get_state_dict(self._module, self._optimizer)
         state = self._host_copy.of({"model": model_state, "optimizer": optimizer_state, "step": self._step})
 
@@ -132,6 +146,16 @@ class TorchTrained:
         dcp.load(state, checkpoint_id=folder, no_dist=world_size() == 1)
         set_state_dict(self._module, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self._step = int(state["step"])
+
+    def _begin_optimizer_state(self) -> None:
+        """What it is before the first step. torch makes it by a step of no length, which must not be counted."""
+        get_state_dict(self._module, self._optimizer)
+        for state in self._optimizer.state.values():
+            state["step"].zero_()
+
+    def _modules(self) -> list[nn.Module]:
+        """All that takes memory of the device."""
+        return [self._module]
 
     def _backward(self, outputs: LossOutputs, num_tokens: int) -> None:
         # FSDP averages gradients over ranks; the global denominators already make their sum the right answer.
@@ -164,7 +188,7 @@ def world_size() -> int:
 def over_ranks(values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """The values of all ranks together, on the CPU."""
     if world_size() > 1:
-        values = values.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+        values = values.cpu()
         dist.all_reduce(values, operation)
     return values.cpu()
 

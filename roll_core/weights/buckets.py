@@ -1,8 +1,9 @@
 """Tensors packed into flat byte buffers of bounded size: few large transfers, and no second full copy of the model."""
 
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -30,9 +31,11 @@ class WeightsBucket:
 
 @dataclass(frozen=True)
 class DeviceBucket:
-    """The same in the memory of a GPU, for a process that sees that GPU: what it says of itself is a handle."""
+    """Tensors in the memory of a GPU, for a process that sees that GPU: of the memory it carries a handle only."""
 
     entries: tuple[TensorEntry, ...]
+    starts: tuple[int, ...]
+    """The byte at which each tensor begins."""
     handle: bytes
     num_bytes: int
 
@@ -54,18 +57,29 @@ def unpack(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
             case WeightsBucket():
                 yield from cut(torch.from_numpy(bucket.data.copy()), bucket.entries)
             case DeviceBucket():
-                yield from cut(open_handle(bucket.handle), bucket.entries)
+                yield from cut(open_handle(bucket.handle), bucket.entries, bucket.starts)
 
 
-def cut(flat: Tensor, entries: Iterable[TensorEntry]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that lie one after another in flat bytes: views, unless numbers of several kinds leave one askew."""
-    start = 0
-    for entry in entries:
+def cut(flat: Tensor, entries: Sequence[TensorEntry], starts: Sequence[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that lie in flat bytes, one after another if it is not said where they start: views, unless numbers of
+    several kinds leave one askew."""
+    sizes = [_num_bytes(entry) for entry in entries]
+    for entry, size, start in zip(entries, sizes, starts or accumulate(sizes[:-1], initial=0), strict=True):
         dtype: torch.dtype = getattr(torch, entry.dtype)
-        size = int(np.prod(entry.shape, dtype=np.int64)) * dtype.itemsize
         part = flat[start : start + size]
         yield entry.name, (part.clone() if start % dtype.itemsize else part).view(dtype).reshape(entry.shape)
-        start += size
+
+
+def share_in_place(tensors: Sequence[tuple[str, Tensor]]) -> DeviceBucket:
+    """Tensors that lie in one allocation anyway, where they lie: nothing is copied, and they must stay as they are until
+    nobody reads them any more."""
+    storage = tensors[0][1].untyped_storage()
+    assert all(tensor.untyped_storage().data_ptr() == storage.data_ptr() for _, tensor in tensors), "several allocations"
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    starts = tuple(int(tensor.storage_offset()) * tensor.itemsize for _, tensor in tensors)
+    entries = tuple(_entry(name, tensor.shape, tensor.dtype) for name, tensor in tensors)
+    torch.cuda.synchronize(storage.device)
+    return DeviceBucket(entries, starts, pickle.dumps(reduce_tensor(flat)), sum(map(_num_bytes, entries)))
 
 
 def pack_on_device(
@@ -75,13 +89,15 @@ def pack_on_device(
     buffer: Tensor | None = None
     for together in _batches(tensors, bucket_bytes):
         entries = tuple(_entry(name, tensor.shape, dtype) for name, tensor in together)
-        size = sum(tensor.numel() for _, tensor in together) * dtype.itemsize
+        sizes = [_num_bytes(entry) for entry in entries]
+        size = sum(sizes)
         if buffer is None or len(buffer) < size:
             buffer = torch.empty(max(size, bucket_bytes), dtype=torch.uint8, device=together[0][1].device)
         for (_, tensor), (_, place) in zip(together, cut(buffer, entries), strict=True):
             place.copy_(tensor.detach())
         torch.cuda.synchronize(buffer.device)
-        yield DeviceBucket(entries, pickle.dumps(reduce_tensor(buffer)), size)
+        starts = tuple(accumulate(sizes[:-1], initial=0))
+        yield DeviceBucket(entries, starts, pickle.dumps(reduce_tensor(buffer)), size)
 
 
 def open_handle(handle: bytes) -> Tensor:
@@ -106,6 +122,11 @@ def _batches(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterat
 
 def _entry(name: str, shape: Iterable[int], dtype: torch.dtype) -> TensorEntry:
     return TensorEntry(name, tuple(shape), str(dtype).removeprefix("torch."))
+
+
+def _num_bytes(entry: TensorEntry) -> int:
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    return int(np.prod(entry.shape, dtype=np.int64)) * dtype.itemsize
 
 
 def _bytes_of(tensor: Tensor) -> np.ndarray:

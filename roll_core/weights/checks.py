@@ -6,7 +6,7 @@ Which tensors and which columns depends on the version, so that over several upd
 import heapq
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -61,8 +61,9 @@ class Watch:
 
     @property
     def check(self) -> WeightsCheck:
-        samples = tuple(sample for chosen in self._chosen.values() for _, sample in chosen)
-        return WeightsCheck(tuple(self._names), samples)
+        samples = [sample for chosen in self._chosen.values() for _, sample in chosen]
+        # Not before now: a device would have to wait for each.
+        return WeightsCheck(tuple(self._names), tuple(replace(sample, values=sample.values.cpu()) for sample in samples))
 
     def _consider(self, name: str, tensor: Tensor) -> None:
         """The tensors with the highest lots are chosen."""
@@ -76,4 +77,4 @@ class Watch:
 def _sample(name: str, tensor: Tensor, seed: int) -> WeightsSample:
     width = tensor.shape[-1]
     columns = sorted(random.Random(seed).sample(range(width), min(COLUMNS, width)))
-    return WeightsSample(name, tuple(columns), tensor.detach()[..., columns].cpu())
+    return WeightsSample(name, tuple(columns), tensor.detach()[..., columns])

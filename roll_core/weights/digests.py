@@ -12,7 +12,7 @@ from torch import Tensor
 
 _CHUNK = 2**24
 """Numbers that are mixed at once: 128 MiB while it lasts."""
-_PLACE, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
+PLACE, FIRST, SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
 """Odd numbers whose bits look random (after SplitMix64)."""
 _AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -48,11 +48,15 @@ class WeightsDigest:
 def mix(tensor: Tensor) -> Tensor:
     """One 64-bit number that depends on every number in the tensor and on its place. Sums of integers have no order."""
     flat = tensor.detach().contiguous().flatten().view(_AS_INTEGERS[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    if tensor.is_cuda:
+        from roll_core.weights.digest_kernel import mix_on_gpu
+
+        return mix_on_gpu(flat, PLACE, FIRST, SECOND)
+    total = torch.zeros((), dtype=torch.int64)
     for start in range(0, len(flat), _CHUNK):
         numbers = flat[start : start + _CHUNK].long()
-        numbers += torch.arange(start, start + len(numbers), device=tensor.device) * _PLACE
-        numbers = (numbers ^ (numbers >> 29)) * _FIRST
-        numbers = (numbers ^ (numbers >> 32)) * _SECOND
+        numbers += torch.arange(start, start + len(numbers)) * PLACE
+        numbers = (numbers ^ (numbers >> 29)) * FIRST
+        numbers = (numbers ^ (numbers >> 32)) * SECOND
         total += (numbers ^ (numbers >> 27)).sum()
     return total

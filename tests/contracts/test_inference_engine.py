@@ -483,6 +483,19 @@ def test_sleep_with_a_request_in_flight_is_refused(subject):
     assert [len(completion.token_ids) for completion in subject.run(fall_asleep())] == [12, 12, 12]
 
 
+def test_an_engine_that_slept_serves_nobody_before_it_has_new_weights(subject):
+    async def wake_without() -> Completion:
+        served = await subject.engine(1)
+        await served.sleep()
+        await served.wake()
+        early = asyncio.create_task(served.generate(GenerationRequest("early", (5, 6), 10, 1.0, NO_STOP, seed=1)))
+        await asyncio.sleep(0)
+        await adopt(served, update(7), InFlight.FINISH)
+        return await early
+
+    assert set(subject.run(wake_without()).weights_versions) == {7}
+
+
 def test_whoever_asked_and_went_away_makes_room(subject):
     async def go_away() -> Completion:
         served = await subject.engine(1)
@@ -515,13 +528,16 @@ def test_64_requests_at_once_of_which_some_are_aborted(subject):
 
 
 def test_new_weights_change_what_is_generated_and_sleep_changes_nothing(model_subject):
+    architecture = model_subject.architecture
+
     async def three_times() -> list[tuple[tuple[int, ...], ...]]:
         served, asked = await model_subject.engine(), requests(4, stop=NO_STOP)
         before = await generate_all(served, asked)
         await served.sleep()
+        await adopt(served, update(1, seed=0, architecture=architecture), InFlight.FINISH)
         await served.wake()
         after_sleep = await generate_all(served, asked)
-        await adopt(served, update(2, seed=2, architecture=model_subject.architecture), InFlight.FINISH)
+        await adopt(served, update(2, seed=2, architecture=architecture), InFlight.FINISH)
         return [tuple(c.token_ids for c in batch) for batch in (before, after_sleep, await generate_all(served, asked))]
 
     before, after_sleep, other_weights = model_subject.run(three_times())

@@ -61,11 +61,12 @@ class Layout:
     reverse: bool = False
     activation_checkpointing: bool = False
     chunk_tokens: int = 4096
+    width_multiple: int = 1
 
     @property
     def limits(self) -> PackingLimits:
         row_tokens = 26 if self.packing is Packing.SHARED_PROMPTS else None
-        return PackingLimits(self.micro_batch_tokens, row_tokens, self.packing)
+        return PackingLimits(self.micro_batch_tokens, row_tokens, self.packing, self.width_multiple)
 
 
 REFERENCE = Layout()
@@ -79,6 +80,7 @@ LAYOUTS = {
     "prompts shared, accumulated": Layout(packing=Packing.SHARED_PROMPTS, micro_batch_tokens=26),
     "activations recomputed": Layout(activation_checkpointing=True),
     "logits three tokens at a time": Layout(chunk_tokens=3),
+    "rows filled up": Layout(packing=Packing.SHARED_PROMPTS, micro_batch_tokens=52, width_multiple=16),
     "two ranks": Layout(num_ranks=2),
     "two ranks, accumulated four times": Layout(num_ranks=2, micro_batch_tokens=13),
     "two ranks, prompts shared": Layout(num_ranks=2, packing=Packing.SHARED_PROMPTS),
@@ -166,7 +168,9 @@ def _save(rank: int, folder: Path) -> None:
     layout = Layout(num_ranks=2)
     backend = new_backend(layout)
     _step(backend, layout, rank)
+    backend.offload()
     snapshot = backend.snapshot()
+    backend.reload()
     torch.save({name: tensor.clone() for name, tensor in backend.weights()}, folder / f"weights by rank {rank}")
     with ThreadPoolExecutor(1) as beside:
         writing = beside.submit(snapshot, folder / "checkpoint")
@@ -306,6 +310,34 @@ def test_a_loaded_backend_moves_exactly_like_the_one_that_was_saved(tmp_path):
     _step(copy, REFERENCE, 0)
     expected = dict(original.weights())
     assert all(torch.equal(tensor, expected[name]) for name, tensor in copy.weights())
+
+
+def test_what_waited_in_host_memory_was_saved_there_and_moves_as_if_it_had_not(tmp_path):
+    stayed, left, loaded = (new_backend(REFERENCE) for _ in range(3))
+    for backend in (stayed, left, loaded):
+        backend.build_frozen(Policy.REFERENCE, MODEL)
+    left.offload()
+    left.snapshot()(tmp_path / "before")  # when the optimizer has no state yet
+    left.reload()
+    for backend in (stayed, left):
+        _step(backend, REFERENCE, 0)
+    for _ in range(2):
+        left.offload()
+        left.snapshot()(tmp_path / "away")
+        left.reload()
+    loaded.load(tmp_path / "away")
+    for backend in (stayed, left, loaded):
+        _step(backend, REFERENCE, 0)
+    expected = dict(stayed.weights())
+    for backend in (left, loaded):
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in backend.weights())
+
+
+def test_what_is_read_in_host_memory_are_the_weights():
+    backend = new_backend(REFERENCE)
+    expected = {name: tensor.clone() for name, tensor in backend.weights()}
+    backend.offload()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in backend.weights())
 
 
 def test_a_save_that_was_interrupted_cannot_be_loaded(tmp_path):

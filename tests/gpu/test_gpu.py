@@ -26,6 +26,7 @@ from roll_core.training.torch_backend import TorchBackend
 from roll_core.training.torch_trained import TorchSettings
 from roll_core.types.trajectory import GREEDY_ATTEMPT
 from roll_core.weights.buckets import pack, unpack
+from roll_core.weights.digests import mix
 from tests.micro_batches import cut, random_tokens
 from tests.support import random_samples, tiny_config, trajectory
 
@@ -54,8 +55,8 @@ def loss_of(algorithm: AlgorithmConfig) -> LossFn:
 
 
 async def sample(served: TorchEngine, trained: TorchBackend, asked: list[GenerationRequest]) -> list[Completion]:
-    await adopt(served, WeightsUpdate(1, unpack(pack(trained.weights()))), InFlight.FINISH)
     await served.sleep()
+    await adopt(served, WeightsUpdate(1, unpack(pack(trained.weights()))), InFlight.FINISH)
     await served.wake()
     return await asyncio.gather(*(served.generate(request) for request in asked))
 
@@ -188,3 +189,32 @@ def test_a_snapshot_can_be_made_again_and_is_what_was(tmp_path):
         restored = Learner(tiny_config(tmp_path), rank=0, num_ranks=1, device=GPU)
         restored.load(tmp_path / f"checkpoint-{number}")
         assert all(torch.equal(tensor.cpu(), expected[name]) for name, tensor in restored.weights())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_mixes_what_plain_torch_mixes(dtype):
+    for size in (1, 8191, 8192, 100_003):
+        numbers = torch.randn(size, dtype=torch.float32).to(dtype)
+        assert mix(numbers.to(GPU)).item() == mix(numbers).item()
+
+
+def test_offloaded_the_backend_leaves_the_gpu_and_comes_back_as_it_was():
+    stayed, left = backend(Precision.BFLOAT16), backend(Precision.BFLOAT16)
+    batch, loss = micro_batch(), loss_of(Grpo())
+
+    def step(one: TorchBackend) -> None:
+        one.accumulate(batch, loss)
+        one.apply_gradients()
+
+    step(stayed)
+    step(left)
+    held = torch.cuda.memory_allocated()
+    size = sum(tensor.nbytes for _, tensor in left.weights())
+    for _ in range(2):
+        left.offload()
+        assert torch.cuda.memory_allocated() <= held - 3 * size, "weights, and two moments of each"
+        left.reload()
+    step(stayed)
+    step(left)
+    expected = dict(stayed.weights())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in left.weights())

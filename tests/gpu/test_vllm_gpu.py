@@ -20,7 +20,7 @@ from roll_core.training.base import Policy
 from roll_core.training.torch_backend import TorchBackend
 from roll_core.training.torch_trained import TorchSettings
 from roll_core.types.trajectory import Ending
-from roll_core.weights.buckets import pack, pack_on_device
+from roll_core.weights.buckets import pack, pack_on_device, share_in_place
 from roll_core.weights.checks import Watch
 from tests.micro_batches import cut
 
@@ -52,10 +52,12 @@ class Served:
         return VllmEngine(MODEL, config, num_slots=64, device=GPU, dtype=self.dtype, num_threads=4)
 
     async def adopt_shared(self, version: int, backend: TorchBackend, in_flight: InFlight = InFlight.FINISH) -> None:
-        """As fleet, rank and engine do it: small buckets through the same memory."""
+        """As fleet, rank and engine do it: where the weights lie, and every third time by small buckets through a buffer."""
         watch = Watch(version)
         await self.engine.begin_update(in_flight)
-        for bucket in pack_on_device(watch.over(backend.weights()), self.dtype, bucket_bytes=500_000):
+        weights = list(watch.over(backend.weights()))
+        by_buckets = pack_on_device(weights, self.dtype, bucket_bytes=500_000)
+        for bucket in by_buckets if version % 3 == 2 else [share_in_place(weights)]:
             await self.engine.load(bucket)
         await self.engine.finish_update(version, watch.check)
 
@@ -94,6 +96,7 @@ def test_sampler_and_trainer_agree_after_updates_through_shared_memory_and_sleep
             await served.adopt_shared(version, trainer(served.precision, seed=version))
         before = await served.generate(asked)
         await served.engine.sleep()
+        await served.adopt_shared(4, trainer(served.precision, seed=3))
         await served.engine.wake()
         return before, await served.generate(asked)
 

@@ -1,0 +1,109 @@
+"""Weights loaded where they are used, again and again: what the model's own loader copies where is noted the first time, and
+then copied without it. A loader looks up every name, cuts fused matrices and finds this rank's part of them, which takes far
+longer than the copies on a GPU.
+"""
+
+import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Named = list[tuple[str, Tensor]]
+
+
+class Loading(Protocol):
+    """A model that knows where weights belong."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> object: ...
+
+    def parameters(self) -> Iterable[nn.Parameter]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class _Copy:
+    """Part of a tensor, and where in the model it goes."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """Numbers after the first of the tensor."""
+    target: Tensor
+
+    def source(self, tensor: Tensor) -> Tensor:
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+
+class ReplayedLoad:
+    """Give it all weights, in any number of parts; then `settle`; the next time it knows how."""
+
+    def __init__(self, model: Loading):
+        self._model = model
+        self._copies: dict[str, list[_Copy]] = {}
+        self._num_written = 0
+        self.is_known = False
+        """Whether every number of the model was seen to be copied, or set: only then the loader is not missed."""
+
+    @torch.no_grad()
+    def load(self, named: Named) -> None:
+        if not self.is_known:
+            with _Noting(named, self):
+                self._model.load_weights(iter(named))
+            return
+        pairs = [(copy.target, copy.source(tensor)) for name, tensor in named for copy in self._copies.get(name, ())]
+        if pairs:
+            targets, sources = zip(*pairs, strict=True)
+            torch._foreach_copy_(list(targets), list(sources))
+
+    def settle(self) -> None:
+        """All weights have been given."""
+        if not self.is_known:
+            self.is_known = self._num_written == sum(parameter.numel() for parameter in self._model.parameters())
+            if not self.is_known:
+                self._copies = {}
+            self._num_written = 0
+
+    def note(self, name: str, copy: _Copy) -> None:
+        self._copies.setdefault(name, []).append(copy)
+        self._num_written += copy.target.numel()
+
+    def note_set(self, target: Tensor) -> None:
+        """Padding, which stays what it is."""
+        self._num_written += target.numel()
+
+
+class _Noting(TorchDispatchMode):
+    """Sees every operation of the loader. What is not copied straight from what was given is not noted: then not every
+    number of the model is accounted for, and the loader is asked again the next time."""
+
+    def __init__(self, named: Named, notes: ReplayedLoad):
+        super().__init__()
+        self._notes = notes
+        self._named = sorted(named, key=lambda one: one[1].data_ptr())
+        self._addresses = [tensor.data_ptr() for _, tensor in self._named]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.copy_.default:
+            target, source = args[:2]
+            found = self._find(source)
+            if found is not None and target.shape == source.shape:
+                name, offset = found
+                self._notes.note(name, _Copy(tuple(source.shape), source.stride(), offset, target.detach()))
+        elif function is torch.ops.aten.fill_.Scalar:
+            self._notes.note_set(args[0])
+        return result
+
+    def _find(self, source: Tensor) -> tuple[str, int] | None:
+        """Which of the given tensors this is part of, and at which number of it that begins."""
+        place = bisect.bisect_right(self._addresses, source.data_ptr()) - 1
+        if place < 0:
+            return None
+        name, tensor = self._named[place]
+        distance = source.data_ptr() - tensor.data_ptr()
+        if distance >= tensor.nbytes or source.dtype != tensor.dtype:
+            return None
+        return name, distance // tensor.itemsize

@@ -1,0 +1,88 @@
+"""Loading again what a loader was seen to load, without it."""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from roll_core.inference.replayed_load import ReplayedLoad
+
+
+class Fused(nn.Module):
+    """Keeps q and k in one matrix in half precision, of a gate the rows of the second of two ranks, and padding at the end
+    of an embedding: what engines do. With a scale it computes what it keeps, which nobody can replay."""
+
+    def __init__(self, scale: float = 1.0):
+        super().__init__()
+        self.qk = nn.Parameter(torch.full((6, 3), -1.0, dtype=torch.bfloat16))
+        self.gate = nn.Parameter(torch.full((2, 3), -1.0))
+        self.embedding = nn.Parameter(torch.full((8, 3), -1.0))
+        self.num_calls = 0
+        self._scale = scale
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.num_calls += 1
+        for name, tensor in weights:
+            match name:
+                case "q":
+                    self.qk.data[:4].copy_(tensor)
+                case "k":
+                    self.qk.data[4:].copy_(tensor if self._scale == 1.0 else tensor * self._scale)
+                case "gate":
+                    self.gate.data.copy_(tensor.narrow(0, 2, 2))
+                case "embedding":
+                    self.embedding.data[:7].copy_(tensor)
+                    self.embedding.data[7:].fill_(0)
+
+
+def weights(seed: int) -> list[tuple[str, Tensor]]:
+    torch.manual_seed(seed)
+    flat = torch.randn(100)
+    sizes = {"q": (4, 3), "k": (2, 3), "gate": (4, 3), "embedding": (7, 3)}
+    cut, start = [], 5
+    for name, (rows, columns) in sizes.items():
+        cut.append((name, flat[start : start + rows * columns].view(rows, columns)))
+        start += rows * columns + 1
+    return cut
+
+
+def loaded(seed: int) -> dict[str, Tensor]:
+    expected = Fused()
+    expected.load_weights(weights(seed))
+    return dict(expected.named_parameters())
+
+
+@pytest.mark.parametrize("num_parts", [1, 4])
+def test_weights_come_where_the_loader_put_them_and_it_is_not_asked_again(num_parts):
+    model = Fused()
+    replayed = ReplayedLoad(model)
+    for seed in range(3):
+        named = weights(seed)
+        for part in range(num_parts):
+            replayed.load(named[part::num_parts])
+        replayed.settle()
+        assert all(torch.equal(tensor, loaded(seed)[name]) for name, tensor in model.named_parameters())
+    assert model.num_calls == num_parts
+
+
+def test_a_loader_that_computes_is_asked_every_time():
+    model = Fused(scale=2.0)
+    replayed = ReplayedLoad(model)
+    for seed in range(3):
+        replayed.load(weights(seed))
+        replayed.settle()
+        assert torch.equal(model.qk[4:], (loaded(seed)["qk"][4:].float() * 2.0).bfloat16())
+    assert model.num_calls == 3
+
+
+def test_a_part_that_never_came_leaves_the_loader_in_use():
+    model = Fused()
+    replayed = ReplayedLoad(model)
+    replayed.load(weights(0)[:3])
+    replayed.settle()
+    replayed.load(weights(1))
+    replayed.settle()
+    replayed.load(weights(2))
+    assert all(torch.equal(tensor, loaded(2)[name]) for name, tensor in model.named_parameters())
+    assert model.num_calls == 2
