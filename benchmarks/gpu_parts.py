@@ -14,7 +14,7 @@ import random
 import tempfile
 import time
 import warnings
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -146,6 +146,33 @@ def copy_bandwidth() -> float:
     return 10 * len(source) / (time.perf_counter() - start)
 
 
+KINDS = {
+    "matrix products": ("gemm", "cutlass", "nvjet", "cublas", "wgmma"),
+    "attention": ("fmha", "flash", "attention"),
+    "optimizer": ("adam", "multi_tensor", "foreach"),
+    "compiled, between them": ("triton",),
+    "copies and casts": ("memcpy", "memset", "copy", "cat"),
+}
+"""Words in the names of kernels; the first that fits."""
+
+
+def where_time_goes(step: Callable[[], None]) -> None:
+    """Of one optimizer step, by kind of kernel, and how much of it the GPU had none."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    found: dict[str, float] = {}
+    for event in profiler.key_averages():
+        name = event.key.lower()
+        kind = next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "the rest")
+        found[kind] = found.get(kind, 0.0) + event.self_device_time_total / 1e6
+    found["nothing"] = max(0.0, seconds - sum(found.values()))
+    shares = sorted(found.items(), key=lambda item: -item[1])
+    print("  " + ", ".join(f"{kind} {part / seconds:.0%}" for kind, part in shares))
+
+
 def update(model: ScratchModel, sequences: int, new_tokens: int, training: TrainingConfig) -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -159,12 +186,16 @@ def update(model: ScratchModel, sequences: int, new_tokens: int, training: Train
     micro_batches = build_micro_batches(
         samples, tokens, chosen=range(sequences), counts=counts, rank=0, num_ranks=1, limits=limits
     )
-    seconds = []
-    for _ in range(4):
-        start = time.perf_counter()
+
+    def step() -> None:
         for micro_batch in micro_batches:
             backend.accumulate(micro_batch, loss)
         backend.apply_gradients()
+
+    seconds = []
+    for _ in range(4):
+        start = time.perf_counter()
+        step()
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     rate, peak = sum(s.num_tokens for s in samples) / min(seconds), torch.cuda.max_memory_allocated() / 1e9
@@ -173,7 +204,8 @@ def update(model: ScratchModel, sequences: int, new_tokens: int, training: Train
     print(
         f"update ({', '.join(how) or 'plain'}): {rate:,.0f} tokens/s, MFU {mfu:.0%}, first time {seconds[0]:.0f} s, ", end=""
     )
-    print(f"peak {peak:.0f} GB, micro-batches of {training.micro_batch_tokens}")
+    print(f"peak {peak:.1f} GB, micro-batches of {training.micro_batch_tokens}")
+    where_time_goes(step)
 
 
 def operations(backend: TorchBackend, model: ScratchModel, length: int) -> float:
