@@ -28,12 +28,16 @@ from roll_core.batching.token_data import TokenData
 from roll_core.config.algorithm import Grpo
 from roll_core.config.inference import VllmInference
 from roll_core.config.model import ScratchModel
+from roll_core.config.problems import ArithmeticProblems, ExactMatch
 from roll_core.config.rollout import InFlight
+from roll_core.config.run import RunConfig
 from roll_core.config.training import OptimizerConfig, Packing, Precision, TrainingConfig
 from roll_core.inference.base import InferenceEngine
 from roll_core.inference.requests import GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
 from roll_core.inference.vllm_engine import VllmEngine
+from roll_core.planning.memory import trainer_memory
+from roll_core.planning.model_shape import shape_of
 from roll_core.training.scorer import ScoreTokens
 from roll_core.training.torch_backend import TorchBackend
 from roll_core.training.torch_trained import TorchSettings
@@ -204,7 +208,11 @@ def update(model: ScratchModel, sequences: int, new_tokens: int, training: Train
     print(
         f"update ({', '.join(how) or 'plain'}): {rate:,.0f} tokens/s, MFU {mfu:.0%}, first time {seconds[0]:.0f} s, ", end=""
     )
-    print(f"peak {peak:.1f} GB, micro-batches of {training.micro_batch_tokens}")
+    config = RunConfig(model=model, problems=ArithmeticProblems(), reward=ExactMatch(), training=training)
+    shape = shape_of(model)
+    assert shape is not None
+    print(f"peak {peak:.1f} GB ({trainer_memory(config, shape).peak:.1f} planned), ", end="")
+    print(f"micro-batches of {training.micro_batch_tokens}")
     where_time_goes(step)
 
 

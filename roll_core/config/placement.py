@@ -3,7 +3,7 @@ the trainer's devices sleep while it works, the others generate on."""
 
 from enum import StrEnum
 
-from pydantic import PositiveInt, model_validator
+from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from roll_core.config.base import Devices, Section
 
@@ -20,6 +20,8 @@ class ClusterConfig(Section):
     nodes: PositiveInt = 1
     devices_per_node: PositiveInt = 1
     """Accelerators per node; on CPU, the number of slots the roles share."""
+    device_memory_gib: PositiveFloat | None = None
+    """Memory of a GPU. Null asks the machine that the run is started on, where there is one."""
     threads_per_device: PositiveInt = 1
     """CPU threads a role uses for each of its devices."""
 

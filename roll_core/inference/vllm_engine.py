@@ -131,7 +131,8 @@ class VllmEngine:
             if not self._begun:
                 await self._llm.collective_rpc("roll_begin")
                 self._begun = True
-            await self._llm.pause_generation(mode="abort", clear_cache=True)
+            # Not the method that wraps it, which waits 20 ms for answers under way: here nobody waits for any.
+            await self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
             await self._llm.collective_rpc("roll_begin_weights")
         self._version, self._loaded = None, []
 

@@ -2,13 +2,14 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
-from roll_core.config.model import ModelConfig, PretrainedModel, ScratchModel
+from roll_core.config.model import ModelConfig, ScratchModel
+from roll_core.config.placement import DeviceKind
 from roll_core.config.rollout import RolloutConfig
 from roll_core.config.run import RunConfig
 from roll_core.config.shaping import KlEstimator
-from roll_core.models.characters import VOCABULARY
+from roll_core.planning.memory import device_memory_gb, gpu_memory, trainer_memory
+from roll_core.planning.model_shape import shape_of
 from roll_core.types.refs import digest_of
 
 
@@ -19,7 +20,8 @@ class PlanSection:
 
 
 def describe_plan(config: RunConfig) -> list[PlanSection]:
-    return [_run(config), _stages(config), _roles(config), _arithmetic(config), _surroundings(config)]
+    sections = [_run(config), _stages(config), _roles(config), _arithmetic(config)]
+    return [*sections, *_memory(config), _surroundings(config)]
 
 
 def _run(config: RunConfig) -> PlanSection:
@@ -45,22 +47,10 @@ def _signals(config: RunConfig) -> str:
 
 
 def _model(model: ModelConfig) -> str:
-    match model:
-        case ScratchModel():
-            millions = count_parameters(model) / 1e6
-            return f"{model.architecture} from scratch, {millions:.2f} M parameters, {model.max_positions} positions"
-        case PretrainedModel():
-            absent = "" if Path(model.path).is_dir() else " (not on this machine)"
-            return f"{model.path}{absent}, {model.max_positions} positions"
-
-
-def count_parameters(model: ScratchModel) -> int:
-    """Weights of a scratch model, embeddings tied."""
-    head_dim = model.hidden_size // model.num_heads
-    attention = 2 * model.hidden_size**2 + 2 * model.hidden_size * head_dim * model.num_kv_heads
-    norms = 2 * model.hidden_size + (2 * head_dim if model.architecture == "qwen3" else 0)
-    layer = attention + 3 * model.hidden_size * model.intermediate_size + norms
-    return model.num_layers * layer + len(VOCABULARY) * model.hidden_size + model.hidden_size
+    shape = shape_of(model)
+    size = f"{shape.num_parameters / 1e6:,.2f} M parameters" if shape is not None else "not on this machine"
+    name = f"{model.architecture} from scratch" if isinstance(model, ScratchModel) else model.path
+    return f"{name}, {size}, {model.max_positions} positions"
 
 
 def _stages(config: RunConfig) -> PlanSection:
@@ -146,6 +136,29 @@ def _arithmetic(config: RunConfig) -> PlanSection:
             ),
         ),
     )
+
+
+def _memory(config: RunConfig) -> list[PlanSection]:
+    """Of a GPU, where the run needs one and its model is known."""
+    shape = shape_of(config.model)
+    if config.cluster.device is not DeviceKind.CUDA or shape is None:
+        return []
+    trainer = trainer_memory(config, shape)
+    rows = [
+        ("weights", f"{trainer.weights:.1f} GB, as much for gradients, {trainer.optimizer:.1f} GB for the optimizer"),
+        ("activations", f"{trainer.activations:.1f} GB, {trainer.logits:.1f} GB for logits"),
+    ]
+    if trainer.frozen:
+        rows.insert(1, ("frozen policies", f"{trainer.frozen:.1f} GB"))
+    device_gb = device_memory_gb(config.cluster)
+    if device_gb is None:
+        return [PlanSection("memory of a GPU", (*rows, ("at most", "cluster.device_memory_gib is not known")))]
+    gpu = gpu_memory(config, shape, device_gb)
+    rows.append(("while it updates", f"{gpu.updating:.1f} of {device_gb:.0f} GB"))
+    if config.placement.shared:
+        waits = ", trainer in host memory" if config.training.offload else f", {trainer.kept:.1f} GB of them the trainer's"
+        rows.append(("while it generates", f"{gpu.generating:.1f} of {device_gb:.0f} GB{waits}"))
+    return [PlanSection("memory of a GPU", tuple(rows))]
 
 
 def _surroundings(config: RunConfig) -> PlanSection:

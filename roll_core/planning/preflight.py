@@ -1,11 +1,10 @@
 """Checks that need the machine, not only the config: files, folders, devices, whether prompts fit. Each names its key."""
 
-import json
 from pathlib import Path
 
 from roll_core.config.algorithm import Distillation
 from roll_core.config.inference import VllmInference
-from roll_core.config.model import ModelConfig, PretrainedModel, ScratchModel
+from roll_core.config.model import PretrainedModel
 from roll_core.config.placement import DeviceKind
 from roll_core.config.run import RunConfig
 from roll_core.config.services import Launcher
@@ -14,6 +13,8 @@ from roll_core.data.problem_source import build_source
 from roll_core.errors import UserError
 from roll_core.inference.vllm_terms import check_head_size, check_version
 from roll_core.models.packaged import PACKAGED
+from roll_core.planning.memory import check_memory, device_memory_gb
+from roll_core.planning.model_shape import shape_of
 from roll_core.rewards.base import build_reward
 from roll_core.rollout.filter import build_filter
 from roll_core.rollout.renderer import build_renderer
@@ -28,6 +29,7 @@ def check_ready(config: RunConfig) -> None:
         _check_model("model.path", Path(config.model.path))
     _check_devices(config)
     _check_engine(config)
+    _check_memory(config)
     build_reward(config.reward)  # what it needs is installed
     _check_prompts(config)
     _check_domains(config)
@@ -73,16 +75,15 @@ def _check_engine(config: RunConfig) -> None:
     if config.inference.tensor_parallel > 1:
         raise UserError("inference.tensor_parallel must be 1 so far: placement.engines gives each engine one device")
     if config.cluster.device is DeviceKind.CPU:
-        check_head_size(_head_size(config.model))
+        shape = shape_of(config.model)
+        assert shape is not None, "the model's folder was looked at before"
+        check_head_size(shape.head_size)
 
 
-def _head_size(model: ModelConfig) -> int:
-    match model:
-        case ScratchModel():
-            return model.hidden_size // model.num_heads
-        case PretrainedModel():
-            built = json.loads((Path(model.path) / "config.json").read_text())
-            return built.get("head_dim") or built["hidden_size"] // built["num_attention_heads"]
+def _check_memory(config: RunConfig) -> None:
+    shape, device_gb = shape_of(config.model), device_memory_gb(config.cluster)
+    if config.cluster.device is DeviceKind.CUDA and shape is not None and device_gb is not None:
+        check_memory(config, shape, device_gb)
 
 
 def _check_prompts(config: RunConfig) -> None:

@@ -113,7 +113,7 @@ class TrainerRank:
         request = collected.request
 
         def steps() -> Updated:
-            metrics = self._learner.update(self._prepared_batch(collected, trajectories), request.iteration)
+            metrics = self._learner.update(self._prepared_batch(collected, trajectories), request.iteration) | _peak_memory()
             del self._prepared[request.request_id]
             return Updated(
                 iteration=request.iteration,
@@ -256,6 +256,17 @@ class TrainerRank:
         download_files(self._store, checkpoint, folder)
         load(folder)
         shutil.rmtree(folder)
+
+
+def _peak_memory() -> Metrics:
+    """Most of the GPU's memory that was in use since this was asked last, where there is a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return {"update/peak_memory_gb": peak / 1e9}
 
 
 def checkpoint_of(store: ObjectStore, run_id: str, iteration: int) -> CheckpointRef:
