@@ -41,6 +41,10 @@ class InferenceEngine(Protocol):
 
     async def wake(self) -> None: ...
 
+    async def answer(self) -> None:
+        """Show that somebody is there: whatever generates the tokens, in whichever process it does."""
+        ...
+
 
 @dataclass(frozen=True)
 class WeightsUpdate:

@@ -15,7 +15,7 @@ from torch import Tensor
 from roll_core.config.model import ModelConfig
 from roll_core.config.rollout import InFlight
 from roll_core.errors import WeightsMismatch
-from roll_core.inference.growing import Growing, refuse_what_cannot_fit
+from roll_core.inference.growing import Growing, refuse_what_cannot_be
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.sampling import draw
 from roll_core.models.causal_lm import build_model
@@ -108,7 +108,7 @@ class TorchEngine:
         self._loop_task: asyncio.Task[None] | None = None
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        refuse_what_cannot_fit(request, self._max_tokens)
+        refuse_what_cannot_be(request, self._max_tokens, self._model.config.vocab_size)
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Sequence(request, done))
         self._ensure_stepping()
@@ -163,6 +163,9 @@ class TorchEngine:
     async def wake(self) -> None:
         self._model.to(self._device)
         self._parameters = dict(as_checkpoint(self._model.named_parameters()))
+
+    async def answer(self) -> None:
+        """It lives in the event loop of who asks."""
 
     def _ensure_stepping(self) -> None:
         if self._loop_task is None or self._loop_task.done():
