@@ -44,6 +44,10 @@ class InferenceEngine(Protocol):
         """Take the rest of the memory, once an update has given it weights. It serves when both have happened."""
         ...
 
+    async def answer(self) -> None:
+        """Show that somebody is there: whatever generates the tokens, in whichever process it does."""
+        ...
+
 
 @dataclass(frozen=True)
 class WeightsUpdate:

@@ -29,7 +29,11 @@ class Growing:
             )
 
 
-def refuse_what_cannot_fit(request: GenerationRequest, max_positions: int) -> None:
+def refuse_what_cannot_be(request: GenerationRequest, max_positions: int, vocabulary: int) -> None:
+    """Raise one sentence about a request that no engine could serve: on some, a wrong token would cost all others."""
+    for token in request.context_ids:
+        if not 0 <= token < vocabulary:
+            raise ValueError(f"request {request.request_id} has token {token}, but the model knows 0 to {vocabulary - 1}")
     longest = len(request.prompt_ids) + request.max_new_tokens
     if longest > max_positions:
         raise ValueError(

@@ -179,6 +179,9 @@ class RehearsalEngine:
     async def wake(self) -> None:
         pass
 
+    async def answer(self) -> None:
+        """It lives in the event loop of who asks."""
+
     def _fill_slots(self) -> None:
         while self._waiting and self._admitting and len(self._running) < self._num_slots:
             sequence = self._waiting.popleft()

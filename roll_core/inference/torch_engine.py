@@ -1,7 +1,7 @@
 """The `torch` inference engine: continuous batching over a Hugging Face model, on CPU or one GPU.
 
 Sequences being decoded occupy the first rows ("slots") of one key-value cache. After each step finished ones leave, the
-rest move up, and waiting requests fill the free slots, so that no finished sequence holds the batch.
+last ones take their slots, and waiting requests fill the free ones, so that no finished sequence holds the batch.
 Shapes: B sequences, P contexts being prefilled, K key-value heads, T cached tokens, D head size, V vocabulary.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from roll_core.config.model import ModelConfig
 from roll_core.config.rollout import InFlight
 from roll_core.errors import WeightsMismatch
-from roll_core.inference.growing import Growing, refuse_what_cannot_fit
+from roll_core.inference.growing import Growing, refuse_what_cannot_be
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.sampling import draw
 from roll_core.models.causal_lm import build_model
@@ -85,9 +85,8 @@ class _SlotCache:
             self._kept[layer, 1, slots, :, : keys.shape[2]] = values[context_of_slot]
         self._fresh = []
 
-    def move_up(self, staying: list[int]) -> None:
-        """Slots that stay become the first ones, in order."""
-        self._kept[:, :, : len(staying)] = self._kept[:, :, staying]
+    def move(self, slots: list[int], to: list[int]) -> None:
+        self._kept[:, :, to] = self._kept[:, :, slots]
 
 
 class TorchEngine:
@@ -108,7 +107,7 @@ class TorchEngine:
         self._loop_task: asyncio.Task[None] | None = None
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        refuse_what_cannot_fit(request, self._max_tokens)
+        refuse_what_cannot_be(request, self._max_tokens, self._model.config.vocab_size)
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Sequence(request, done))
         self._ensure_stepping()
@@ -164,6 +163,9 @@ class TorchEngine:
     async def wake(self) -> None:
         self._model.to(self._device)
         self._parameters = dict(as_checkpoint(self._model.named_parameters()))
+
+    async def answer(self) -> None:
+        """It lives in the event loop of who asks."""
 
     def _ensure_stepping(self) -> None:
         if self._loop_task is None or self._loop_task.done():
@@ -258,8 +260,10 @@ class TorchEngine:
         logprobs_BV = (logits_BV / scale_B1).log_softmax(dim=-1)
         seeds_B = np.array([s.request.seed for s in sequences], dtype=np.uint64)
         places_B = np.array([s.place for s in sequences], dtype=np.uint64)
-        greedy_B = torch.tensor([t == 0 for t in temperatures], device=self._device)
-        tokens_B = torch.where(greedy_B, logits_BV.argmax(dim=-1), draw(logprobs_BV, seeds_B, places_B))
+        tokens_B = draw(logprobs_BV, seeds_B, places_B)
+        if 0 in temperatures:
+            greedy_B = torch.tensor([t == 0 for t in temperatures], device=self._device)
+            tokens_B = torch.where(greedy_B, logits_BV.argmax(dim=-1), tokens_B)
         chosen_B = logprobs_BV.gather(1, tokens_B[:, None]).squeeze(1)
         for sequence, token, logprob in zip(sequences, tokens_B.tolist(), chosen_B.tolist(), strict=True):
             sequence.token_ids.append(token)
@@ -272,12 +276,16 @@ class TorchEngine:
 
     @torch.inference_mode()
     def _drop_finished(self) -> None:
-        staying = [slot for slot, sequence in enumerate(self._running) if not sequence.done.done()]
-        if len(staying) == len(self._running):
-            return
-        if staying and self._cache is not None:
-            self._cache.move_up(staying)
-        self._running = [self._running[slot] for slot in staying]
+        """The last ones take the slots of those that are done: copying is dear, and the order means nothing."""
+        is_done = [sequence.done.done() for sequence in self._running]
+        num_staying = is_done.count(False)
+        free = [slot for slot in range(num_staying) if is_done[slot]]
+        moving = [slot for slot in range(num_staying, len(is_done)) if not is_done[slot]]
+        if moving and self._cache is not None:
+            self._cache.move(moving, to=free)
+        for slot, target in zip(moving, free, strict=True):
+            self._running[target] = self._running[slot]
+        del self._running[num_staying:]
 
     def _open_cache(self) -> _SlotCache:
         if self._cache is None:

@@ -24,7 +24,7 @@ from roll_core.config.inference import VllmInference
 from roll_core.config.model import ModelConfig, PretrainedModel, ScratchModel
 from roll_core.config.rollout import InFlight
 from roll_core.errors import EngineDied, WeightsMismatch
-from roll_core.inference.growing import Growing, refuse_what_cannot_fit
+from roll_core.inference.growing import Growing, refuse_what_cannot_be
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.vllm_terms import PLACE, SEED, check_version
 from roll_core.models.causal_lm import model_config
@@ -34,8 +34,8 @@ from roll_core.weights.checks import WeightsCheck
 
 WORKER = "roll_core.inference.vllm_worker.WorkerExtension"
 """What vLLM's worker is extended by, where it runs."""
-_CPU_BLOCK_TOKENS = 128
-"""vLLM's cache on CPUs is given out in blocks of so many tokens."""
+_CPU_BLOCK_TOKENS = 32
+"""vLLM's cache on CPUs is given out in blocks of so many tokens: the fewest it can. Whole blocks of a prompt are shared."""
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -85,6 +85,7 @@ class VllmEngine:
     ):
         check_version()
         self._max_tokens = model.max_positions
+        self._vocabulary = model_config(model).vocab_size
         self._num_slots = num_slots
         self._can_sleep = device.type == "cuda"
         self._asleep = False
@@ -100,7 +101,7 @@ class VllmEngine:
         self._draws_by_position = self._llm.vllm_config.use_v2_model_runner
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        refuse_what_cannot_fit(request, self._max_tokens)
+        refuse_what_cannot_be(request, self._max_tokens, self._vocabulary)
         sequence = _Sequence(request, asyncio.get_running_loop().create_future())
         self._waiting.append(sequence)
         self._fill_slots()
@@ -177,6 +178,10 @@ class VllmEngine:
         if self._version is not None:
             self._adopted.set()
             self._fill_slots()
+
+    async def answer(self) -> None:
+        with _telling_its_death():
+            await self._llm.collective_rpc("roll_answer")
 
     def close(self) -> None:
         """End vLLM's process; the engine's own would take it along, too."""
@@ -335,7 +340,7 @@ def _start_vllm(model: ModelConfig, config: VllmInference, num_slots: int, devic
         if not config.compile:
             arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     else:
-        arguments["enforce_eager"] = not config.compile
+        arguments |= {"enforce_eager": not config.compile, "block_size": _CPU_BLOCK_TOKENS}
     if config.tensor_parallel == 1:  # by its class: "uni" alone is taken for "mp", with one process more
         arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     with _model_folder(model) as folder:

@@ -7,10 +7,9 @@ columns of a linear layer are what it answers to unit vectors.
 Shapes: B sequences, V vocabulary, C columns, I input features, O output features.
 """
 
-import os
+import ctypes
 import pickle
-import threading
-import time
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,8 @@ from roll_core.inference.vllm_terms import PLACE, SEED
 from roll_core.weights.buckets import TensorEntry, cut, open_handle
 from roll_core.weights.checks import WeightsSample
 
-PARENT_CHECK_S = 1.0
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl: the signal that a process gets when its parent ends."""
 
 
 class WorkerExtension:
@@ -45,11 +45,14 @@ class WorkerExtension:
 
     def roll_begin(self) -> None:
         """Once, before the first request."""
-        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+        _end_with_parent()
         model = self.model_runner.model
         self._roll_replayed = ReplayedLoad(model) if _is_loaded_as_it_is(model) else None
         if not self.vllm_config.use_v2_model_runner:  # which draws by seed and position, too
             self.model_runner.sampler.topk_topp_sampler = _SeededSampler(self.model_runner)
+
+    def roll_answer(self) -> None:
+        """Between two steps, or not at all."""
 
     def roll_begin_weights(self) -> None:
         if self._roll_replayed is not None:
@@ -120,11 +123,9 @@ class _SeededSampler(nn.Module):
         return draw(logprobs_BV, seeds_B, np.array(places_B, dtype=np.uint64)), logprobs_BV
 
 
-def _end_with_parent(parent: int) -> None:
-    """vLLM's engine process outlives a parent that was killed, and would keep its memory."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_CHECK_S)
-    os._exit(1)
+def _end_with_parent() -> None:
+    """vLLM's process outlives a parent that was killed, and would keep its memory. The kernel ends it, also if it hangs."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _is_loaded_as_it_is(model: nn.Module) -> bool:

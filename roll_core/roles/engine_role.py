@@ -35,7 +35,9 @@ class EngineRole:
         settle()
 
     async def answer(self) -> None:
-        """Show that somebody is there."""
+        """Show that the engine is there, not only this process."""
+        with _one_life():
+            await self._engine.answer()
 
     async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
         with _one_life():

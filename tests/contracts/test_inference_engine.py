@@ -27,8 +27,10 @@ from roll_core.inference import torch_engine, vllm_engine
 from roll_core.inference.base import InferenceEngine, WeightsUpdate, adopt
 from roll_core.inference.rehearsal_engine import RehearsalEngine
 from roll_core.inference.requests import Completion, GenerationRequest
+from roll_core.inference.streaming import as_they_finish
 from roll_core.inference.torch_engine import TorchEngine
 from roll_core.inference.vllm_engine import VllmEngine
+from roll_core.models.characters import VOCABULARY
 from roll_core.planning.virtual_time import run_in_virtual_time
 from roll_core.training.base import Policy
 from roll_core.training.torch_backend import TorchBackend
@@ -253,6 +255,19 @@ def test_a_finished_sequence_makes_room_at_once(subject):
     assert subject.run(finish_order())[-1] == "long"
 
 
+def test_completions_are_given_out_as_they_come(subject):
+    """As a role does it: who waits for many has the first of them while the others are on their way."""
+    lengths = {"long": 40, "short": 2, "middling": 12}
+    asked = [GenerationRequest(name, (5, 6), length, 1.0, NO_STOP, seed=1) for name, length in lengths.items()]
+
+    async def order() -> list[tuple[str, int]]:
+        served = await subject.engine()
+        streamed = as_they_finish(served.generate(request) for request in asked)
+        return [(c.request_id, len(c.token_ids)) async for together in streamed for c in together]
+
+    assert subject.run(order()) == [("short", 2), ("middling", 12), ("long", 40)]
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampler_and_trainer_agree_on_the_logprob_of_every_token_after_several_updates(model_subject, temperature):
     """Each update with other weights: tied embeddings, fused matrices and experts must follow."""
@@ -267,6 +282,24 @@ def test_sampler_and_trainer_agree_on_the_logprob_of_every_token_after_several_u
     backend = trainer(architecture, temperature, seed=3)
     for request, completion in zip(asked, model_subject.run(after_updates()), strict=True):
         (batch,) = cut([as_sample(request.prompt_ids, completion.token_ids)], PackingLimits(1000, None, Packing.ROWS))
+        difference = backend.logprobs(batch, Policy.CURRENT) - torch.tensor(completion.sampler_logprobs)
+        assert difference.abs().max().item() < 1e-4
+
+
+def test_a_prompt_that_several_share_is_computed_by_the_weights_of_the_day(model_subject):
+    """Long enough to be kept for who asks next: by new weights it must be computed anew."""
+    architecture, prompt = model_subject.architecture, tuple(random.Random(3).choices(range(5, 60), k=36))
+    asked = [GenerationRequest(str(seed), prompt, 8, 1.0, NO_STOP, seed=seed) for seed in range(4)]
+
+    async def before_and_after() -> list[Completion]:
+        served = await model_subject.engine(2)
+        await generate_all(served, asked)
+        await adopt(served, update(1, seed=3, architecture=architecture), InFlight.FINISH)
+        return await generate_all(served, asked)
+
+    backend = trainer(architecture, seed=3)
+    for completion in model_subject.run(before_and_after()):
+        (batch,) = cut([as_sample(prompt, completion.token_ids)], PackingLimits(1000, None, Packing.ROWS))
         difference = backend.logprobs(batch, Policy.CURRENT) - torch.tensor(completion.sampler_logprobs)
         assert difference.abs().max().item() < 1e-4
 
@@ -618,7 +651,57 @@ def test_a_request_that_cannot_fit_is_refused_by_name(model_subject):
         model_subject.run_all([GenerationRequest("r0", (5, 6), 48, 1.0, NO_STOP, seed=1)])
 
 
+@pytest.mark.parametrize("token", [-1, len(VOCABULARY)])
+@pytest.mark.parametrize("prefix", [False, True])
+def test_a_token_that_the_model_does_not_know_is_refused_and_the_others_are_served(model_subject, token, prefix):
+    (right,) = requests(1, stop=NO_STOP)
+    wrong = replace(right, request_id="wrong", **{"prefix_ids" if prefix else "prompt_ids": (5, token)})
+
+    async def ask() -> list[BaseException | Completion]:
+        served = await model_subject.engine(1)
+        return await asyncio.gather(served.generate(wrong), served.generate(right), return_exceptions=True)
+
+    refused, completion = model_subject.run(ask())
+    assert isinstance(refused, ValueError)
+    assert str(refused) == f"request wrong has token {token}, but the model knows 0 to {len(VOCABULARY) - 1}"
+    assert len(completion.token_ids) == right.max_new_tokens
+
+
 # -------------------------------------------------------------------------------------------------- the engine dies
+def test_an_engine_answers_whether_it_generates_or_not(subject):
+    async def ask() -> Completion:
+        served = await subject.engine(1)
+        await served.answer()
+        pending = asyncio.create_task(served.generate(requests(1, stop=NO_STOP)[0]))
+        await subject.settled(served, 3)
+        await served.answer()
+        completion = await pending
+        await served.sleep()
+        await served.answer()
+        await served.wake()
+        return completion
+
+    assert len(subject.run(ask()).token_ids) == 12
+
+
+def test_an_engine_whose_vllm_hangs_does_not_answer(vllm_subjects):
+    subject = vllm_subjects["vllm"]
+
+    async def ask() -> None:
+        served = await subject.engine()
+        (pid,) = await served._llm.collective_rpc("process_id")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            answer = asyncio.create_task(served.answer())
+            done, _ = await asyncio.wait([answer], timeout=0.5)
+            assert not done, "it answered for a process that is stopped"
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await answer
+
+    subject.run(ask())
+
+
 def test_a_step_that_fails_fails_every_request_it_held():
     served = torch_subject(2)
     served._model.get_output_embeddings().forward = lambda _: 1 / 0

@@ -1,4 +1,4 @@
-"""A run with vLLM as its engine, whose process is killed on the way: its tokens are those of a run with the torch engine."""
+"""Runs with vLLM as their engine, whose process is killed or hangs: their tokens are those of runs with the torch engine."""
 
 import os
 import signal
@@ -22,24 +22,29 @@ def completions(workspace: Workspace, iteration: int) -> list[tuple[int, ...]]:
     return [t.turns[0].completion_ids for t in decode_trajectories(workspace.store.get(collected.trajectories))]
 
 
-def test_vllm_gives_the_tokens_of_the_torch_engine_also_when_its_process_is_killed(new_workspace):
+def test_vllm_gives_the_tokens_of_the_torch_engine_also_when_its_process_is_killed_or_hangs(new_workspace):
     by_torch, by_vllm = new_workspace("by-torch"), new_workspace("by-vllm")
-    done = by_torch.roll("run", str(by_torch.config), *MODEL)
+    longer = (*MODEL, "--set", "iterations=6", "--set", "deadlines.heartbeat=8")
+    done = by_torch.roll("run", str(by_torch.config), *longer)
     assert done.returncode == 0, done.stdout
 
-    running = by_vllm.start("run", str(by_vllm.config), *MODEL, "--set", "inference.kind=vllm")
-    by_vllm.wait_for_iteration(1)
-    engine = by_vllm.pid_of("engine 0")
-    killed = vllm_process(engine)
-    assert killed is not None
-    os.kill(killed, signal.SIGKILL)
+    running = by_vllm.start("run", str(by_vllm.config), *longer, "--set", "inference.kind=vllm")
+    lost = []
+    for iteration, fault in ((1, signal.SIGKILL), (3, signal.SIGSTOP)):
+        by_vllm.wait_for_iteration(iteration)
+        engine = by_vllm.pid_of("engine 0")
+        process = vllm_process(engine)
+        assert process is not None
+        os.kill(process, fault)
+        lost += [engine, process]
     output, _ = running.communicate(timeout=200)
     assert running.returncode == 0, output
 
-    assert by_vllm.pid_of("engine 0") != engine, "the engine was not replaced"
+    assert len(set(lost)) == len(lost), "the engine was not replaced"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in lost), "a process of an engine that was replaced is left"
     assert not (by_vllm.folder / "roll-data/work/tiny-1/leg-2").exists(), "the leg did not survive"
     assert [m.draws for m in by_vllm.chain()] == [m.draws for m in by_torch.chain()]
-    for iteration in (1, 2, 3):
+    for iteration in range(1, 7):
         assert completions(by_vllm, iteration) == completions(by_torch, iteration)
 
 
