@@ -1,10 +1,12 @@
-"""GRPO by this system and by TRL's GRPOTrainer, side by side on the quickstart: how fast, and how good the policy gets.
+"""GRPO by this system and by TRL's GRPOTrainer, side by side on one config: how fast, and how good the policy gets.
 
-    python benchmarks/grpo_vs_trl.py [--iterations 40] [--seed 0] [--threads 2] [--set KEY=VALUE ...]
+    python benchmarks/grpo_vs_trl.py [CONFIG] [--engine torch] [--engine vllm] [--iterations 40] [--seed 0] [--set KEY=VALUE]
 
-Needs `pip install 'trl==1.16.*'`. Runs `roll run` (everything on: Prefect, Ray, store, MLflow), then TRL from the same
-warm-started weights, each in its own process, never at the same time. Prints for both: seconds per iteration (median, mean),
-generated tokens per second, held-out greedy accuracy by the same evaluation, where the time went, and the ratios.
+Needs `pip install 'trl==1.16.*'`. Runs `roll run` of CONFIG (default: the quickstart; everything on: Prefect, Ray, store,
+MLflow) once with each engine, then TRL from the policy of iteration 0, each in its own process, never at the same time. On
+a CPU TRL generates with transformers; where CONFIG says `cluster.device: cuda`, with vLLM on the trainer's GPU. Prints for
+all: seconds per iteration (median, mean), generated tokens per second, rewards, held-out greedy accuracy by the same
+evaluation, where the time went, and the ratios.
 """
 
 import argparse
@@ -17,17 +19,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from in_process import checkpoint_at, held_out_accuracy, open_learner, save_pretrained
-from roll_runs import WARM_UP, FinishedRun, machine_load, only_at_the_end, run_quickstart, timed_iterations
+from in_process import checkpoint_at, held_out_accuracy, open_learner
+from roll_runs import QUICKSTART, WARM_UP, FinishedRun, machine_load, only_at_the_end, run_config, timed_iterations
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 from trl_grpo import TrlIteration
 
-from roll_core.config.model import ScratchModel
+from roll_core.config.load import load_config
+from roll_core.config.model import PretrainedModel
 from roll_core.config.policy_update import Aggregation
 from roll_core.config.run import RunConfig
+from roll_core.models.export import write_folder
 from roll_core.reporting.report import stage_seconds
 from roll_core.types.manifest import Manifest
+
+AT_THE_END = 3
+"""Timed iterations whose rewards are those at the end."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +54,15 @@ class Side:
         return self.num_tokens / sum(self.seconds)
 
 
-def roll_side(run: FinishedRun, accuracy: float) -> Side:
+def roll_side(run: FinishedRun) -> Side:
     timed = timed_iterations(run.chain)
     stages = [stage_seconds(iteration.manifest) | {"commit": iteration.commit_seconds} for iteration in timed]
     return Side(
-        name="roll",
+        name=f"roll, {run.config.inference.kind}",
         seconds=[iteration.seconds for iteration in timed],
         num_tokens=sum(_num_tokens(iteration.manifest) for iteration in timed),
         rewards=[iteration.manifest.metrics["reward/mean"] for iteration in timed],
-        accuracy=accuracy,
+        accuracy=accuracy_at(run, run.config.iterations),
         parts={
             "collect": statistics.mean(s["collect"] for s in stages),
             "prepare + update": statistics.mean(s["prepare"] + s["update"] for s in stages),
@@ -65,14 +72,15 @@ def roll_side(run: FinishedRun, accuracy: float) -> Side:
     )
 
 
-def trl_side(iterations: Sequence[TrlIteration], accuracy: float) -> Side:
+def trl_side(config: RunConfig, iterations: Sequence[TrlIteration], trained: Path) -> Side:
     timed = iterations[WARM_UP:-1]
+    model = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32)
     return Side(
-        name="trl",
+        name="TRL",
         seconds=[iteration.seconds for iteration in timed],
         num_tokens=sum(iteration.num_tokens for iteration in timed),
         rewards=[iteration.mean_reward for iteration in timed],
-        accuracy=accuracy,
+        accuracy=held_out_accuracy(config, dict(model.named_parameters())),
         parts={
             "generate": statistics.mean(i.generate_seconds for i in timed),
             "score + update": statistics.mean(i.seconds - i.generate_seconds for i in timed),
@@ -80,14 +88,35 @@ def trl_side(iterations: Sequence[TrlIteration], accuracy: float) -> Side:
     )
 
 
-def run_trl(run: FinishedRun, folder: Path) -> list[TrlIteration]:
+def accuracy_at(run: FinishedRun, iteration: int) -> float:
+    return held_out_accuracy(run.config, dict(open_learner(run, checkpoint_at(run, iteration)).weights()))
+
+
+def run_roll(options: argparse.Namespace, engine: str, folder: Path) -> FinishedRun:
+    folder.mkdir()
+    overrides = [
+        *only_at_the_end(options.iterations),
+        f"seed={options.seed}",
+        f"inference.kind={engine}",
+        *options.overrides,
+    ]
+    config = load_config(options.config, overrides)
+    check_comparable(config)
+    if isinstance(config.model, PretrainedModel):  # as seen from here, not from the folder of the run
+        overrides.append(f"model.path={config.model.path}")
+    return run_config(options.config, folder, overrides)
+
+
+def run_trl(run: FinishedRun, micro_batch: int | None, folder: Path) -> list[TrlIteration]:
     """TRL in a process of its own, from the policy of the run's iteration 0."""
     folder.mkdir()
     (folder / "config.json").write_text(run.config.model_dump_json())
-    save_pretrained(run.config, dict(open_learner(run, checkpoint_at(run, 0)).weights()), folder / "model")
+    write_folder(run.config.model, open_learner(run, checkpoint_at(run, 0)).weights(), folder / "model")
+    command = [sys.executable, str(Path(__file__).with_name("trl_grpo.py")), str(folder)]
+    if micro_batch is not None:
+        command += ["--micro-batch", str(micro_batch)]
     log = folder / "trl.log"
     with open(log, "wb") as output:
-        command = [sys.executable, str(Path(__file__).with_name("trl_grpo.py")), str(folder)]
         ended = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
     if ended.returncode:
         sys.exit(f"TRL ended with {ended.returncode}:\n{log.read_text()[-2000:]}")
@@ -97,11 +126,15 @@ def run_trl(run: FinishedRun, folder: Path) -> list[TrlIteration]:
 def check_comparable(config: RunConfig) -> None:
     """Refuse what the TRL side does not repeat; a comparison of different work says nothing."""
     needed = {
-        "model.kind=scratch": isinstance(config.model, ScratchModel),
+        "algorithm.kind=grpo": config.algorithm.kind == "grpo",
         "algorithm.aggregation=token_mean": config.algorithm.aggregation is Aggregation.TOKEN_MEAN,
-        "algorithm.kl_coefficient=0": config.algorithm.kl_coefficient == 0,
+        "algorithm.kl_loss=null": config.algorithm.kl_loss is None,
         "algorithm.entropy_coefficient=0": config.algorithm.entropy_coefficient == 0,
+        "algorithm.correction=null": config.algorithm.correction is None,
         "training.optimizer_steps=1": config.training.optimizer_steps == 1,
+        "training.epochs=1": config.training.epochs == 1,
+        "rollout.filter=null": config.rollout.filter is None,
+        "rollout.async_ratio=0": config.rollout.async_ratio == 0,
     }
     for setting, holds in needed.items():
         if not holds:
@@ -110,32 +143,35 @@ def check_comparable(config: RunConfig) -> None:
 
 def print_header(config: RunConfig, num_timed: int, loads: dict[str, str]) -> None:
     rollout = config.rollout
-    print(f"{rollout.num_groups} problems x {rollout.group_size} attempts, up to {rollout.max_new_tokens} tokens each,")
-    print(
-        f"{config.iterations} updates, seed {config.seed}, {config.cluster.threads_per_device} torch threads on both sides."
-    )
+    print(f"{config.name}: {rollout.num_groups} problems x {rollout.group_size} attempts, up to ", end="")
+    print(f"{rollout.max_new_tokens} tokens each, {config.iterations} updates, seed {config.seed}, ", end="")
+    print(f"{config.cluster.device.value}, {config.cluster.threads_per_device} torch threads on all sides.")
     print(f"Timed: {num_timed} iterations; the first {WARM_UP} (warm-up) and the last (where roll evaluates and writes a")
-    print("checkpoint, which TRL does not) are left out on both sides. roll: commit to commit, everything included.")
-    print("TRL: end of step to end of step. The two ran one after the other: compare them only if the load was the same.")
+    print("checkpoint, which TRL does not) are left out on all sides. roll: commit to commit, everything included.")
+    print("TRL: end of step to end of step. They ran one after the other: compare them only if the load was the same.")
     for moment, load in loads.items():
         print(f"{moment}: {load}")
     print()
 
 
-def print_table(ours: Side, theirs: Side, before: float) -> None:
+def print_table(ours: Sequence[Side], theirs: Side, before: float) -> None:
+    sides = [*ours, theirs]
     rows = [
-        ("s/iteration, median", *(statistics.median(side.seconds) for side in (ours, theirs)), ".3f"),
-        ("s/iteration, mean", *(statistics.mean(side.seconds) for side in (ours, theirs)), ".3f"),
-        ("tokens/s", ours.tokens_per_second, theirs.tokens_per_second, ".0f"),
-        ("mean reward, timed iterations", *(statistics.mean(side.rewards) for side in (ours, theirs)), ".3f"),
-        ("held-out accuracy, before", before, before, ".3f"),
-        ("held-out accuracy, after", ours.accuracy, theirs.accuracy, ".3f"),
+        ("s/iteration, median", [statistics.median(side.seconds) for side in sides], ".3f"),
+        ("s/iteration, mean", [statistics.mean(side.seconds) for side in sides], ".3f"),
+        ("tokens/s", [side.tokens_per_second for side in sides], ".0f"),
+        ("mean reward, timed iterations", [statistics.mean(side.rewards) for side in sides], ".3f"),
+        (f"mean reward, last {AT_THE_END} of them", [statistics.mean(side.rewards[-AT_THE_END:]) for side in sides], ".3f"),
+        ("held-out accuracy, before", [before for _ in sides], ".3f"),
+        ("held-out accuracy, after", [side.accuracy for side in sides], ".3f"),
     ]
-    print(f"{'':<32}{ours.name:>10}{theirs.name:>10}{'trl/roll':>10}")
-    for label, our_value, their_value, form in rows:
-        ratio = their_value / our_value if our_value else float("nan")
-        print(f"{label:<32}{our_value:>10{form}}{their_value:>10{form}}{ratio:>10.2f}")
-    for side in (ours, theirs):
+    print(f"{'':<32}" + "".join(f"{side.name:>14}" for side in sides))
+    for label, values, form in rows:
+        print(f"{label:<32}" + "".join(f"{value:>14{form}}" for value in values))
+    for side in ours:
+        ratio = statistics.median(theirs.seconds) / statistics.median(side.seconds)
+        print(f"{side.name}: {ratio:.2f} times as fast as TRL, by the median iteration")
+    for side in sides:
         parts = ", ".join(f"{part} {1000 * seconds:.0f}" for part, seconds in side.parts.items())
         print(f"{side.name}, mean ms per iteration: {parts}")
 
@@ -146,34 +182,34 @@ def _num_tokens(manifest: Manifest) -> int:
 
 
 def compare(options: argparse.Namespace, folder: Path) -> None:
-    loads = {"before": machine_load()}
-    settings = [f"seed={options.seed}", f"cluster.threads_per_device={options.threads}"]
-    run = run_quickstart(folder, [*only_at_the_end(options.iterations), *settings, *options.overrides])
-    config = run.config
-    check_comparable(config)
-    loads["after roll"] = machine_load()
-    iterations = run_trl(run, folder / "trl")
+    loads, runs = {"before": machine_load()}, []
+    for engine in options.engines or ["torch"]:
+        runs.append(run_roll(options, engine, folder / engine))
+        loads[f"after roll, {engine}"] = machine_load()
+    iterations = run_trl(runs[0], options.trl_micro_batch, folder / "trl")
     loads["after TRL"] = machine_load()
-    torch.set_num_threads(options.threads)
-    policies = [dict(open_learner(run, checkpoint_at(run, iteration)).weights()) for iteration in (0, config.iterations)]
-    before, ours = (held_out_accuracy(config, weights) for weights in policies)
-    trained = AutoModelForCausalLM.from_pretrained(folder / "trl" / "trained", dtype=torch.float32)
-    theirs = held_out_accuracy(config, dict(trained.named_parameters()))
-    roll, trl = roll_side(run, ours), trl_side(iterations, theirs)
-    print_header(config, len(roll.seconds), loads)
-    print_table(roll, trl, before)
+    config = runs[0].config
+    torch.set_num_threads(config.cluster.threads_per_device)
+    ours = [roll_side(run) for run in runs]
+    theirs = trl_side(config, iterations, folder / "trl" / "trained")
+    print_header(config, len(theirs.seconds), loads)
+    print_table(ours, theirs, accuracy_at(runs[0], 0))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path, nargs="?", default=QUICKSTART, metavar="CONFIG")
+    parser.add_argument("--engine", dest="engines", action="append", choices=["torch", "vllm"], help="ours; default: torch")
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2, help="torch threads on both sides")
+    parser.add_argument("--trl-micro-batch", type=int, help="sequences TRL trains on at once; default: all of an iteration")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="passed to roll")
     options = parser.parse_args()
     disable_progress_bar()
-    if options.iterations < WARM_UP + 3:
-        parser.error(f"--iterations must be at least {WARM_UP + 3}: {WARM_UP} warm up and the last is not timed")
+    if options.iterations < WARM_UP + 1 + AT_THE_END:
+        parser.error(
+            f"--iterations must be at least {WARM_UP + 1 + AT_THE_END}: {WARM_UP} warm up and the last is not timed"
+        )
     with tempfile.TemporaryDirectory(prefix="grpo-vs-trl-") as folder:
         compare(options, Path(folder))
 

@@ -22,7 +22,6 @@ from roll_core.config.rollout import InFlight
 from roll_core.config.run import RunConfig
 from roll_core.inference.base import WeightsUpdate, adopt
 from roll_core.inference.torch_engine import TorchEngine
-from roll_core.models.causal_lm import build_model
 from roll_core.roles.reward_role import RewardRole
 from roll_core.rollout import metrics
 from roll_core.rollout.in_process import scheduler_in_process
@@ -65,15 +64,6 @@ def open_learner(run: FinishedRun, checkpoint: CheckpointRef) -> Learner:
         download_files(run.store, checkpoint, Path(folder))
         learner.load(Path(folder))
     return learner
-
-
-@torch.no_grad()
-def save_pretrained(config: RunConfig, weights: Weights, folder: Path) -> None:
-    """A Hugging Face folder that holds the config's model with these weights."""
-    model = build_model(config.model, config.seed)
-    for name, parameter in model.named_parameters():
-        parameter.copy_(weights[name])
-    model.save_pretrained(folder)
 
 
 def held_out_accuracy(config: RunConfig, weights: Weights) -> float:
@@ -139,7 +129,7 @@ def _open_engine(config: RunConfig) -> TorchEngine:
         config.model,
         seed=config.seed,
         num_slots=config.rollout.slots_per_engine,
-        device=torch.device("cpu"),
+        device=torch.device(config.cluster.device.value),
         dtype=torch.float32,
     )
 

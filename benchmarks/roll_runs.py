@@ -17,7 +17,8 @@ from roll_core.store.object_store import ObjectStore
 from roll_core.store.runs import find_run, read_chain, read_config
 from roll_core.types.manifest import Manifest
 
-QUICKSTART = Path(__file__).resolve().parents[1] / "configs" / "runs" / "quickstart.yaml"
+REPOSITORY = Path(__file__).resolve().parents[1]
+QUICKSTART = REPOSITORY / "configs" / "runs" / "quickstart.yaml"
 WARM_UP = 2
 """Iterations left out at the start: allocators, caches and lazily imported modules settle in them."""
 
@@ -52,13 +53,14 @@ def run_quickstart(folder: Path, overrides: Sequence[str]) -> FinishedRun:
 
 
 def run_config(config: Path, folder: Path, overrides: Sequence[str]) -> FinishedRun:
-    """`roll run` of a config with its data in `folder`."""
-    roll = Path(sys.executable).with_name("roll")
-    settings = [part for override in overrides for part in ("--set", override)]
+    """`roll run` of a config, by the code of this repository, with its data in `folder`."""
+    command = [sys.executable, "-m", "flows.cli", "run", str(config.resolve())]
+    command += [part for override in overrides for part in ("--set", override)]
+    found = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     log = folder / "roll.log"
     with open(log, "wb") as output:
         ended = subprocess.run(
-            [str(roll), "run", str(config), *settings], cwd=folder, stdout=output, stderr=subprocess.STDOUT, check=False
+            command, cwd=folder, env=os.environ | {"PYTHONPATH": found}, stdout=output, stderr=subprocess.STDOUT, check=False
         )
     if ended.returncode:
         sys.exit(f"roll run ended with {ended.returncode}:\n{log.read_text()[-2000:]}")

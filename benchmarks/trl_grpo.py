@@ -1,10 +1,12 @@
 """The TRL side of grpo_vs_trl.py: GRPOTrainer over the same weights, problems, reward and schedule. Run by it, not by hand.
 
-    python benchmarks/trl_grpo.py FOLDER
+    python benchmarks/trl_grpo.py FOLDER [--micro-batch SEQUENCES]
 
-FOLDER holds `config.json` (the run's resolved config) and `model/` (the warm-started policy). Written there:
-`iterations.jsonl`, one `TrlIteration` a line, and `trained/`, the final policy. TRL gets the settings that suit it best on a
-CPU: float32, the whole batch at once, no activation checkpointing, no logging, no evaluation, no checkpoints.
+FOLDER holds `config.json` (the run's resolved config) and `model/` (the policy of its iteration 0, with a tokenizer).
+Written there: `iterations.jsonl`, one `TrlIteration` a line, and `trained/`, the final policy. TRL gets the settings that
+suit it best: no activation checkpointing, no logging, no evaluation, no checkpoints. On a CPU that is float32 and its own
+generation, since vLLM cannot take over weights there in the way that TRL gives them; on a GPU bf16 over float32 weights, and
+vLLM on the same GPU, always awake.
 """
 
 import argparse
@@ -16,16 +18,17 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from roll_core.config.inference import VllmInference
 from roll_core.config.load import validate_config
+from roll_core.config.placement import DeviceKind
 from roll_core.config.run import RunConfig
-from roll_core.config.training import OptimizerConfig
+from roll_core.config.training import OptimizerConfig, Precision
 from roll_core.data.problem_source import build_source
-from roll_core.models import characters
 from roll_core.rewards.base import Reward, build_reward
+from roll_core.rollout.renderer import build_renderer
 from roll_core.training.schedule import learning_rate_at
 from roll_core.types.refs import Record
 from roll_core.types.trajectory import Ending, Problem, Trajectory, Turn
@@ -55,6 +58,8 @@ class Stopwatch(TrainerCallback):
         self._last = time.perf_counter()
 
     def on_step_end(self, *_: object, **__: object) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         now = time.perf_counter()
         self.iterations.append(
             TrlIteration(
@@ -108,30 +113,26 @@ def answered(problem: Problem, text: str) -> Trajectory:
     return Trajectory(problem.problem_id, problem.domain, 0, 0, (turn,), Ending.STOP, None, None)
 
 
-def character_tokenizer() -> PreTrainedTokenizerFast:
-    """The project's character tokenizer as transformers knows tokenizers: the same ids, a token a character."""
-    pad, eos = characters.VOCABULARY[characters.PAD], characters.VOCABULARY[characters.EOS]
-    ids = {token: number for number, token in enumerate(characters.VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=pad))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=pad,
-        eos_token=eos,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
+def rendered(config: RunConfig, problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Prompts as text that TRL makes the run's own tokens of."""
+    renderer, texts = build_renderer(config.model), []
+    for problem in problems:
+        chat = [{"role": message.speaker.value, "content": message.text} for message in problem.messages]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        assert tuple(tokenizer(text)["input_ids"]) == renderer.prompt(problem.messages), f"other tokens for {text!r}"
+        texts.append(text)
+    return texts
 
 
-def trl_settings(config: RunConfig, folder: Path) -> GRPOConfig:
+def trl_settings(config: RunConfig, micro_batch: int, folder: Path) -> GRPOConfig:
     """The run's algorithm, rollout and batch in TRL's words."""
     algorithm, rollout = config.algorithm, config.rollout
+    on_cpu = config.cluster.device is DeviceKind.CPU
     return GRPOConfig(
         output_dir=str(folder / "trl"),
         max_steps=config.iterations,
-        per_device_train_batch_size=rollout.num_trajectories,
-        gradient_accumulation_steps=1,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=rollout.num_trajectories // micro_batch,
         num_generations=rollout.group_size,
         max_completion_length=rollout.max_new_tokens,
         temperature=rollout.temperature,
@@ -143,8 +144,13 @@ def trl_settings(config: RunConfig, folder: Path) -> GRPOConfig:
         max_grad_norm=config.training.optimizer.max_gradient_norm,
         shuffle_dataset=False,
         seed=config.seed,
-        use_cpu=True,
-        bf16=False,
+        use_cpu=on_cpu,
+        bf16=config.training.precision is Precision.BFLOAT16,
+        use_vllm=not on_cpu,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=config.inference.memory_share if isinstance(config.inference, VllmInference) else 0.3,
+        vllm_max_model_length=config.model.max_positions,
+        vllm_importance_sampling_correction=False,
         gradient_checkpointing=False,
         dataloader_pin_memory=False,
         logging_strategy="no",
@@ -172,19 +178,20 @@ def optimizer_and_schedule(
     return optimizer, schedule
 
 
-def train(config: RunConfig, folder: Path) -> list[TrlIteration]:
+def train(config: RunConfig, micro_batch: int, folder: Path) -> list[TrlIteration]:
     """All updates; the trained policy is left in the folder."""
     source = build_source(config.problems, config.seed)
     problems = [source.problem(index) for index in range(config.iterations * config.rollout.num_groups)]
-    prompts = ["".join(message.text for message in problem.messages) for problem in problems]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model", padding_side="left")
+    prompts = rendered(config, problems, tokenizer)
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="sdpa")
     stopwatch = Stopwatch()
     trainer = TimedTrainer(
         model=model,
         reward_funcs=ProblemReward(build_reward(config.reward), problems, stopwatch),
-        args=trl_settings(config, folder),
+        args=trl_settings(config, micro_batch, folder),
         train_dataset=Dataset.from_dict({"prompt": prompts, "index": list(range(len(prompts)))}),
-        processing_class=character_tokenizer(),
+        processing_class=tokenizer,
         callbacks=[stopwatch],
         optimizers=optimizer_and_schedule(model, config.training.optimizer, config.total_optimizer_steps),
     )
@@ -197,10 +204,12 @@ def train(config: RunConfig, folder: Path) -> list[TrlIteration]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
+    parser.add_argument("--micro-batch", type=int, help="sequences in one forward-backward; default: all of an iteration")
+    options = parser.parse_args()
+    folder: Path = options.folder
     config = validate_config(json.loads((folder / "config.json").read_text()), "config.json")
     torch.set_num_threads(config.cluster.threads_per_device)
-    iterations = train(config, folder)
+    iterations = train(config, options.micro_batch or config.rollout.num_trajectories, folder)
     (folder / "iterations.jsonl").write_text("".join(iteration.model_dump_json() + "\n" for iteration in iterations))
 
 
