@@ -1,0 +1,53 @@
+"""A run learns the same whatever its weights travel by, and goes on when an engine dies on the way."""
+
+from collections.abc import Callable
+
+import pytest
+
+from roll_core.store.weights import recorded_weights
+from tests.integration.conftest import Workspace
+
+APART = (
+    *("--set", "cluster={devices_per_node: 3, threads_per_device: 1}"),
+    *("--set", "placement={trainer: [0], engines: 1-2}"),
+)
+"""Engines on devices of their own."""
+
+
+@pytest.fixture(scope="module")
+def digests_by_ray(new_workspace: Callable[[str], Workspace]) -> list[str]:
+    """Of every iteration's policy, by the transport that CPUs take by themselves."""
+    workspace = new_workspace("by-ray")
+    done = workspace.roll("run", str(workspace.config), *APART)
+    assert done.returncode == 0, done.stdout
+    return [manifest.weights_digest for manifest in workspace.chain()]
+
+
+def test_through_the_store_whole_and_as_differences(workspace, digests_by_ray):
+    settings = "weights={transport: store, full_every: 2}"
+    done = workspace.roll("run", str(workspace.config), *APART, "--set", settings)
+    assert done.returncode == 0, done.stdout
+    assert [manifest.weights_digest for manifest in workspace.chain()] == digests_by_ray
+    recorded = {each.weights.version: each.weights for each in recorded_weights(workspace.store, "tiny-1")}
+    assert sorted(recorded) == [0, 1, 2, 3]
+    assert any(weights.base for weights in recorded.values())
+    assert all(recorded[version].weights_digest == digest for version, digest in enumerate(digests_by_ray))
+
+
+def test_by_broadcast(workspace, digests_by_ray):
+    done = workspace.roll("run", str(workspace.config), *APART, "--set", "weights.transport=broadcast")
+    assert done.returncode == 0, done.stdout
+    assert [manifest.weights_digest for manifest in workspace.chain()] == digests_by_ray
+
+
+def test_a_broadcast_goes_on_without_who_is_killed_in_its_middle_and_who_does_not_join(workspace, digests_by_ray):
+    settings = "weights={transport: broadcast, broadcast_seconds: 5}"
+    done = workspace.roll_with("UnreliableReceiver", "run", str(workspace.config), *APART, "--set", settings)
+    assert done.returncode == 0, done.stdout
+    assert [manifest.weights_digest for manifest in workspace.chain()] == digests_by_ray
+    assert (workspace.folder / "killed").exists()
+    assert (workspace.folder / "absent").exists()
+    legs = workspace.folder / "roll-data/work/tiny-1"
+    assert not (legs / "leg-2").exists(), "the leg did not survive"
+    said = "".join(path.read_text() for path in (legs / "leg-1").rglob("*.err"))
+    assert "did not join the broadcast within 5 s (weights.broadcast_seconds)" in said
