@@ -49,5 +49,15 @@ def test_a_broadcast_goes_on_without_who_is_killed_in_its_middle_and_who_does_no
     assert (workspace.folder / "absent").exists()
     legs = workspace.folder / "roll-data/work/tiny-1"
     assert not (legs / "leg-2").exists(), "the leg did not survive"
-    said = "".join(path.read_text() for path in (legs / "leg-1").rglob("*.err"))
+    said = "".join(path.read_text() for path in (legs / "leg-1").rglob("*_log.*"))
     assert "did not join the broadcast within 5 s (weights.broadcast_seconds)" in said
+
+
+def test_a_vllm_engine_of_two_workers_agrees_with_the_trainer_about_weights_that_were_broadcast_to_both(workspace):
+    done = workspace.roll(
+        *("run", str(workspace.config), *APART, "--set", "iterations=2", "--set", "weights.transport=broadcast"),
+        *("--set", "model.num_heads=2", "--set", "model.num_kv_heads=1"),
+        *("--set", "inference={kind: vllm, tensor_parallel: 2}"),
+    )
+    assert done.returncode == 0, done.stdout
+    assert [manifest.metrics["mismatch/max"] < 1e-4 for manifest in workspace.chain()[1:]] == [True, True]
