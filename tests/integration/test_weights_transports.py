@@ -23,15 +23,24 @@ def digests_by_ray(new_workspace: Callable[[str], Workspace]) -> list[str]:
     return [manifest.weights_digest for manifest in workspace.chain()]
 
 
-def test_through_the_store_whole_and_as_differences(workspace, digests_by_ray):
-    settings = "weights={transport: store, full_every: 2}"
-    done = workspace.roll("run", str(workspace.config), *APART, "--set", settings)
+def test_through_the_store_from_which_the_successor_of_the_only_engine_has_its_weights(workspace, digests_by_ray):
+    """It dies when it has taken differences over; its successor begins with the version that is whole."""
+    settings = "weights={transport: store, full_every: 3}"
+    alone = ("--set", "placement.engines=[1]")
+    done = workspace.roll_with("DyingEngine", "run", str(workspace.config), *APART, *alone, "--set", settings)
     assert done.returncode == 0, done.stdout
+    assert (workspace.folder / "victim").exists()
+    assert not (workspace.folder / "roll-data/work/tiny-1/leg-2").exists(), "the leg did not survive"
     assert [manifest.weights_digest for manifest in workspace.chain()] == digests_by_ray
-    recorded = {each.weights.version: each.weights for each in recorded_weights(workspace.store, "tiny-1")}
-    assert sorted(recorded) == [0, 1, 2, 3]
-    assert any(weights.base for weights in recorded.values())
-    assert all(recorded[version].weights_digest == digest for version, digest in enumerate(digests_by_ray))
+    recorded = [each.weights for each in reversed(recorded_weights(workspace.store, "tiny-1"))]
+    assert [(weights.version, weights.base is None) for weights in recorded] == [
+        (0, True),
+        (0, False),  # a run that begins shows that it can recover
+        (1, False),
+        (2, True),
+        (3, False),
+    ]
+    assert [weights.weights_digest for weights in recorded[1:]] == digests_by_ray
 
 
 def test_by_broadcast(workspace, digests_by_ray):
