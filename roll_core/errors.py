@@ -65,6 +65,12 @@ class WeightsMismatch(RollError):
     """What an engine took over is not what the trainer published; it does not serve."""
 
 
+class BroadcastBroken(RollError):
+    """Somebody who takes part in broadcasting weights is gone or late; they can take another way."""
+
+    failure = FailureClass.TRANSIENT
+
+
 class SamplerDisagrees(RollError):
     """Engines and trainer differ about tokens of the same weights, beyond training.agreement; the policy did not move."""
 

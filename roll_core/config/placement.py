@@ -34,7 +34,7 @@ class PlacementConfig(Section):
     trainer: Devices = (0,)
     """One trainer rank per device."""
     engines: Devices = (0,)
-    """One inference engine per device."""
+    """One inference engine per device, or per inference.tensor_parallel devices, in the order they are named."""
     reward_workers: PositiveInt = 1
     """Processes that grade; they need no device."""
 

@@ -7,7 +7,7 @@ from pydantic import NonNegativeInt, PositiveInt, model_validator
 from roll_core.config.agreement import AgreementAction
 from roll_core.config.algorithm import AlgorithmConfig, Grpo
 from roll_core.config.base import Section
-from roll_core.config.inference import InferenceConfig, TorchInference
+from roll_core.config.inference import InferenceConfig, TorchInference, VllmInference
 from roll_core.config.model import ModelConfig, ScratchModel
 from roll_core.config.placement import ClusterConfig, DeviceKind, PlacementConfig
 from roll_core.config.problems import (
@@ -28,7 +28,8 @@ from roll_core.config.services import (
     StoreConfig,
     TrackingConfig,
 )
-from roll_core.config.training import Packing, TrainingConfig, WarmStartConfig
+from roll_core.config.training import Packing, Precision, TrainingConfig, WarmStartConfig
+from roll_core.config.weights import WeightsConfig, WeightsTransport
 
 
 class ForkedFrom(Section):
@@ -57,6 +58,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     inference: InferenceConfig = TorchInference()
     training: TrainingConfig = TrainingConfig()
+    weights: WeightsConfig = WeightsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -68,6 +70,27 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
     work_dir: str = "roll-data/work"
     """Scratch folder on a disk every node of a leg can reach: logs, the stage cache, the metrics spool."""
+
+    @property
+    def engine_devices(self) -> list[tuple[int, ...]]:
+        """Devices of every engine: as many as hold its weights together."""
+        each = self.inference.tensor_parallel if isinstance(self.inference, VllmInference) else 1
+        return [self.placement.engines[start : start + each] for start in range(0, len(self.placement.engines), each)]
+
+    @property
+    def engines_in_bfloat16(self) -> bool:
+        """Whether engines hold weights, which are trained in float32, in half the room. CPUs have no arithmetic for it."""
+        return self.training.precision is Precision.BFLOAT16 and self.cluster.device is DeviceKind.CUDA
+
+    @property
+    def weights_transport(self) -> WeightsTransport:
+        """The one that is used: `weights.transport`, or what the placement suggests."""
+        if self.weights.transport is not WeightsTransport.AUTO:
+            return self.weights.transport
+        if self.shares_gpus:
+            return WeightsTransport.SHARED_GPU
+        apart = self.cluster.device is DeviceKind.CUDA and not self.placement.shared
+        return WeightsTransport.BROADCAST if apart and self.inference.kind != "rehearsal" else WeightsTransport.RAY
 
     @property
     def shares_gpus(self) -> bool:
@@ -207,6 +230,51 @@ class RunConfig(Section):
                     f"{self.cluster.num_devices - 1}: raise devices_per_node or change placement.{key}"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _engines_get_whole_groups_of_devices(self):
+        if not isinstance(self.inference, VllmInference) or self.inference.tensor_parallel == 1:
+            return self
+        each = self.inference.tensor_parallel
+        if len(self.placement.engines) % each:
+            raise ValueError(
+                f"placement.engines names {len(self.placement.engines)} device(s), but inference.tensor_parallel gives each "
+                f"engine {each}: name a multiple of {each}"
+            )
+        if self.cluster.device is DeviceKind.CUDA and self.placement.shared:
+            raise ValueError(
+                f"inference.tensor_parallel ({each}) needs GPUs of the engines' own so far, but placement.trainer and "
+                f"placement.engines share {sorted(self.placement.shared)}: change one, or set inference.tensor_parallel=1"
+            )
+        if self.cluster.device is DeviceKind.CUDA and self.cluster.devices_per_node % each:
+            raise ValueError(
+                f"inference.tensor_parallel ({each}) must divide cluster.devices_per_node "
+                f"({self.cluster.devices_per_node}): an engine's devices are on one node"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weights_can_travel(self):
+        if self.weights.transport is WeightsTransport.SHARED_GPU and not self.shares_gpus:
+            raise ValueError(
+                "weights.transport shared_gpu needs cluster.device cuda and every device of placement.engines in "
+                "placement.trainer: change one, or set weights.transport=auto"
+            )
+        if self.weights.transport is WeightsTransport.BROADCAST:
+            self._check_broadcast()
+        return self
+
+    def _check_broadcast(self) -> None:
+        if self.inference.kind == "rehearsal":
+            raise ValueError(
+                "weights.transport broadcast is for engines with a model, and inference.kind rehearsal has none: "
+                "set weights.transport=auto"
+            )
+        if self.cluster.device is DeviceKind.CUDA and self.placement.shared:
+            raise ValueError(
+                f"weights.transport broadcast needs a GPU for each who takes part, but placement.trainer and "
+                f"placement.engines share {sorted(self.placement.shared)}: change one, or set weights.transport=auto"
+            )
 
 
 def flat_config(config: RunConfig) -> dict[str, str]:

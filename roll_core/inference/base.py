@@ -10,6 +10,7 @@ from roll_core.inference.requests import Completion, GenerationRequest
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from roll_core.weights.broadcast import Meeting
     from roll_core.weights.buckets import Bucket
     from roll_core.weights.checks import WeightsCheck
 
@@ -24,6 +25,11 @@ class InferenceEngine(Protocol):
     async def begin_update(self, in_flight: InFlight) -> None:
         """Make way for new weights. What is being generated ends or waits, as the policy says; what has no slot yet waits,
         and begins with the new weights. An engine that sleeps takes back as much memory as weights need."""
+        ...
+
+    async def join(self, meeting: "Meeting", rank: int) -> None:
+        """Take part in the broadcasts of a group from now on, as this rank and, where an engine has several workers, the
+        next ones; another group, if there was one, is left."""
         ...
 
     async def load(self, bucket: "Bucket") -> None:

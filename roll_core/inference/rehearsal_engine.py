@@ -23,6 +23,7 @@ from roll_core.seeds import derive_seed
 from roll_core.types.trajectory import Ending
 
 if TYPE_CHECKING:
+    from roll_core.weights.broadcast import Meeting
     from roll_core.weights.buckets import Bucket
     from roll_core.weights.checks import WeightsCheck
 
@@ -158,6 +159,9 @@ class RehearsalEngine:
                 self._interrupt(list(self._running))
             case InFlight.CONTINUE:
                 pass
+
+    async def join(self, meeting: "Meeting", rank: int) -> None:
+        raise NotImplementedError("a broadcast needs engines with a model: a config that asks for this is refused")
 
     async def load(self, bucket: "Bucket") -> None:
         del bucket

@@ -21,7 +21,8 @@ from roll_core.inference.sampling import draw
 from roll_core.models.causal_lm import build_model
 from roll_core.models.checkpoint_names import as_checkpoint
 from roll_core.types.trajectory import Ending
-from roll_core.weights.buckets import Bucket, unpack
+from roll_core.weights.broadcast import Meeting, Receiver
+from roll_core.weights.buckets import BroadcastBucket, Bucket, DeviceBucket, WeightsBucket, cut, unpack
 from roll_core.weights.checks import WeightsCheck
 
 PREFILL_TOKENS = 32_768
@@ -104,6 +105,7 @@ class TorchEngine:
         self._changing = False
         """Weights are: nothing is computed with some of them new and some old."""
         self._missing: set[str] = set()
+        self._receiver: Receiver | None = None
         self._loop_task: asyncio.Task[None] | None = None
 
     async def generate(self, request: GenerationRequest) -> Completion:
@@ -135,11 +137,22 @@ class TorchEngine:
         self._changing = True
         self._missing = set(self._parameters)
 
-    @torch.no_grad()
+    async def join(self, meeting: Meeting, rank: int) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver = await asyncio.to_thread(Receiver, meeting, rank, self._device)
+
     async def load(self, bucket: Bucket) -> None:
-        for name, tensor in unpack([bucket]):
-            self._parameters[name].copy_(tensor)
-            self._missing.discard(name)
+        match bucket:
+            case BroadcastBucket():
+                assert self._receiver is not None, "an engine joins before it is sent anything"
+                tensors = cut(await asyncio.to_thread(self._receiver.receive, bucket.num_bytes), bucket.entries)
+            case WeightsBucket() | DeviceBucket():
+                tensors = unpack([bucket])
+        with torch.no_grad():
+            for name, tensor in tensors:
+                self._parameters[name].copy_(tensor)
+                self._missing.discard(name)
 
     async def finish_update(self, version: int, check: WeightsCheck | None) -> None:
         if self._missing:

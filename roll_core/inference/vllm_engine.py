@@ -29,7 +29,8 @@ from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.vllm_terms import PLACE, SEED, check_version
 from roll_core.models.causal_lm import model_config
 from roll_core.types.trajectory import Ending
-from roll_core.weights.buckets import Bucket, DeviceBucket, WeightsBucket
+from roll_core.weights.broadcast import Meeting
+from roll_core.weights.buckets import BroadcastBucket, Bucket, DeviceBucket, WeightsBucket
 from roll_core.weights.checks import WeightsCheck
 
 WORKER = "roll_core.inference.vllm_worker.WorkerExtension"
@@ -130,12 +131,16 @@ class VllmEngine:
             if self._asleep:
                 await self._llm.wake_up(tags=["weights"])
             if not self._begun:
-                await self._llm.collective_rpc("roll_begin")
+                await self._llm.collective_rpc("roll_begin", args=(os.getpid(),))
                 self._begun = True
             # Not the method that wraps it, which waits 20 ms for answers under way: here nobody waits for any.
             await self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
             await self._llm.collective_rpc("roll_begin_weights")
         self._version, self._loaded = None, []
+
+    async def join(self, meeting: Meeting, rank: int) -> None:
+        with _telling_its_death():
+            await self._llm.collective_rpc("roll_join", args=(pickle.dumps(meeting), rank))
 
     async def load(self, bucket: Bucket) -> None:
         entries = [(entry.name, entry.dtype, list(entry.shape)) for entry in bucket.entries]
@@ -146,6 +151,9 @@ class VllmEngine:
             case WeightsBucket():
                 with _telling_its_death(), _in_file(bucket) as path:
                     await self._llm.collective_rpc("roll_load_file", args=(path, entries))
+            case BroadcastBucket():
+                with _telling_its_death():
+                    await self._llm.collective_rpc("roll_load_broadcast", args=(bucket.num_bytes, entries))
         self._loaded += [entry.name for entry in bucket.entries]
 
     async def finish_update(self, version: int, check: WeightsCheck | None) -> None:
@@ -334,7 +342,7 @@ def _start_vllm(model: ModelConfig, config: VllmInference, num_slots: int, devic
     if config.cache_gib is not None:
         arguments["kv_cache_memory_bytes"] = int(config.cache_gib * 2**30)
     elif device.type == "cpu":
-        arguments["kv_cache_memory_bytes"] = _bytes_of_all_slots(model, num_slots, dtype)
+        arguments["kv_cache_memory_bytes"] = _bytes_of_all_slots(model, num_slots, dtype, config.tensor_parallel)
     if device.type == "cuda":
         arguments |= {"gpu_memory_utilization": config.memory_share, "enable_sleep_mode": True}
         if not config.compile:
@@ -347,10 +355,11 @@ def _start_vllm(model: ModelConfig, config: VllmInference, num_slots: int, devic
         return AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), **arguments))
 
 
-def _bytes_of_all_slots(model: ModelConfig, num_slots: int, dtype: torch.dtype) -> int:
-    """Keys and values of as many sequences as there are slots, each as long as it may become."""
+def _bytes_of_all_slots(model: ModelConfig, num_slots: int, dtype: torch.dtype, num_workers: int) -> int:
+    """A worker's keys and values of as many sequences as there are slots, each as long as it may become."""
     built = model_config(model)
-    a_token = 2 * built.num_hidden_layers * built.num_key_value_heads * built.head_dim * dtype.itemsize
+    heads = -(-built.num_key_value_heads // num_workers)
+    a_token = 2 * built.num_hidden_layers * heads * built.head_dim * dtype.itemsize
     tokens = -(-model.max_positions // _CPU_BLOCK_TOKENS) * _CPU_BLOCK_TOKENS
     return (num_slots + 1) * tokens * a_token  # and a block that vLLM keeps for itself
 

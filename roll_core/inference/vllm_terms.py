@@ -35,3 +35,12 @@ def check_head_size(features: int) -> None:
             f"inference.kind vllm: the model has {features} features a head, and vLLM's attention on CPUs knows "
             f"{', '.join(map(str, CPU_HEAD_SIZES))}: change model.num_heads or set inference.kind=torch"
         )
+
+
+def check_divisible(heads: int, kv_heads: int, num_workers: int) -> None:
+    """Raise one sentence if the model's heads cannot be shared out evenly. Workers may have copies of a key-value head."""
+    if heads % num_workers or (kv_heads % num_workers and num_workers % kv_heads):
+        raise UserError(
+            f"inference.tensor_parallel ({num_workers}): the model's {heads} heads and {kv_heads} key-value heads cannot be "
+            "shared out evenly: take a divisor of both"
+        )

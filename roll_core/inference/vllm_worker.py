@@ -8,17 +8,26 @@ Shapes: B sequences, V vocabulary, C columns, I input features, O output feature
 """
 
 import ctypes
+import os
 import pickle
+import select
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    QKVParallelLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -27,6 +36,7 @@ from vllm.platforms import current_platform
 from roll_core.inference.replayed_load import ReplayedLoad
 from roll_core.inference.sampling import draw
 from roll_core.inference.vllm_terms import PLACE, SEED
+from roll_core.weights.broadcast import Receiver
 from roll_core.weights.buckets import TensorEntry, cut, open_handle
 from roll_core.weights.checks import WeightsSample
 
@@ -40,12 +50,17 @@ class WorkerExtension:
     model_runner: Any
     vllm_config: Any
     device: torch.device
+    rank: int
     _roll_replayed: ReplayedLoad | None
     """Where weights are used in the shape in which they are loaded; otherwise vLLM loads them as it did when it started."""
+    _roll_is_loading: bool = False
+    _roll_receiver: Receiver | None = None
 
-    def roll_begin(self) -> None:
-        """Once, before the first request."""
+    def roll_begin(self, role: int) -> None:
+        """Once, before the first request. `role` is the process that started all this."""
         _end_with_parent()
+        if os.getppid() != role:  # one of several workers: their parent is vLLM's, which does not see that the role is gone
+            threading.Thread(target=_end_with, args=(role,), daemon=True).start()
         model = self.model_runner.model
         self._roll_replayed = ReplayedLoad(model) if _is_loaded_as_it_is(model) else None
         if not self.vllm_config.use_v2_model_runner:  # which draws by seed and position, too
@@ -58,6 +73,9 @@ class WorkerExtension:
         if self._roll_replayed is not None:
             return
         model = self.model_runner.model
+        if self._roll_is_loading:  # an update that broke off left layers that wait for the rest of their tensors
+            self.roll_finish_weights()
+        self._roll_is_loading = True
         _forget_packed_experts(model)
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
@@ -71,6 +89,17 @@ class WorkerExtension:
         """The same in memory of this worker's GPU that another process shares, each from the byte where it starts."""
         self._roll_load(open_handle(handle), entries, starts)
         torch.cuda.synchronize(self.device)  # the memory is used again when this answers
+
+    def roll_join(self, pickled_meeting: bytes, first_rank: int) -> None:
+        """Take part in broadcasts, each worker of this engine as a rank of its own."""
+        if self._roll_receiver is not None:
+            self._roll_receiver.close()
+        self._roll_receiver = Receiver(pickle.loads(pickled_meeting), first_rank + self.rank, self.device)
+
+    def roll_load_broadcast(self, num_bytes: int, entries: list[tuple[str, str, list[int]]]) -> None:
+        """The same through the group that was joined."""
+        assert self._roll_receiver is not None, "an engine joins before it is sent anything"
+        self._roll_load(self._roll_receiver.receive(num_bytes), entries)
 
     def _roll_load(self, flat: Tensor, entries: list[tuple[str, str, list[int]]], starts: list[int] | None = None) -> None:
         named = cut(flat, [TensorEntry(name, tuple(shape), dtype) for name, dtype, shape in entries], starts)
@@ -86,6 +115,7 @@ class WorkerExtension:
             self._roll_replayed.settle()
             return
         model = self.model_runner.model
+        self._roll_is_loading = False
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(model, self.vllm_config.model_config)
         _repack_embeddings(model)
@@ -95,8 +125,8 @@ class WorkerExtension:
         samples: list[WeightsSample] = pickle.loads(pickled_samples)
         found = []
         for sample in samples:
-            for place, values in _readings(self.model_runner.model, sample):
-                expected = sample.values.to(values.device, values.dtype)
+            for place, values, said in _readings(self.model_runner.model, sample):
+                expected = said.to(values.device, values.dtype)
                 if not torch.equal(values, expected):
                     by = (values - expected).abs().max().item()
                     found.append(f"{sample.name} (as {place}) by up to {by:.3g}")
@@ -128,6 +158,11 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def _end_with(process: int) -> None:
+    select.select([os.pidfd_open(process)], [], [])  # readable once it has ended
+    os._exit(1)
+
+
 def _is_loaded_as_it_is(model: nn.Module) -> bool:
     """Whether no layer packs or permutes its weights once it has them."""
     methods = [method for module in model.modules() if (method := getattr(module, "quant_method", None)) is not None]
@@ -152,50 +187,72 @@ def _repack_embeddings(model: nn.Module) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- reading back
-def _readings(model: Any, sample: WeightsSample) -> Iterator[tuple[str, Tensor]]:
-    """The sampled columns wherever the model keeps them, each with the name of the place. Nothing for experts, which are
-    packed in ways that no product with a unit vector shows."""
+class _Shard(NamedTuple):
+    """The part of a matrix that this worker holds, where several hold an engine's weights together."""
+
+    rows: range
+    first_row: int
+    """Where those begin here: after other matrices, if several were made one."""
+    columns: range
+
+
+def _readings(model: Any, sample: WeightsSample) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """What this worker has of the sampled columns wherever the model keeps them: the name of the place, what is there and
+    what should be. Nothing for experts, which are packed in ways that no product with a unit vector shows."""
     modules = dict(model.named_modules())
     path, _, kind = sample.name.rpartition(".")
-    columns_C = torch.tensor(sample.columns)
     if path in modules:
-        yield path, _columns(modules[path], kind, columns_C)
+        yield path, *_reading(modules[path], kind, 0, sample)
     else:
         parent, _, leaf = path.rpartition(".")
         for fused, parts in model.packed_modules_mapping.items():
             if leaf in parts and f"{parent}.{fused}" in modules:
                 module = modules[f"{parent}.{fused}"]
-                whole = _columns(module, kind, columns_C)
-                yield f"{parent}.{fused}", whole[_rows(module, parts.index(leaf))]
+                yield f"{parent}.{fused}", *_reading(module, kind, parts.index(leaf), sample)
     if path.endswith("embed_tokens") and model.config.tie_word_embeddings:
-        yield "the output head", _answers(model.lm_head, columns_C)  # which may be the embedding itself
+        yield "the output head", *_answered(model.lm_head, 0, sample)  # which may be the embedding itself
 
 
-def _columns(module: Any, kind: str, columns_C: Tensor) -> Tensor:
+def _reading(module: Any, kind: str, part: int, sample: WeightsSample) -> tuple[Tensor, Tensor]:
+    columns_C = torch.tensor(sample.columns)
     if isinstance(module, VocabParallelEmbedding):
-        return module.weight[: module.org_vocab_size, columns_C.to(module.weight.device)]
+        rows, first, _ = _shard(module, part)
+        return module.weight[first : first + len(rows), columns_C.to(module.weight.device)], sample.values[
+            rows.start : rows.stop
+        ]
     if kind == "weight" and isinstance(module, LinearBase):
-        return _answers(module, columns_C)
+        return _answered(module, part, sample)
     parameter: Tensor = getattr(module, kind)
-    return parameter[..., columns_C.to(parameter.device)]
+    return parameter[..., columns_C.to(parameter.device)], sample.values
 
 
-def _answers(module: Any, columns_C: Tensor) -> Tensor:
+def _answered(module: Any, part: int, sample: WeightsSample) -> tuple[Tensor, Tensor]:
     """Columns of a linear layer [O, C]: what it answers to unit vectors. Exact, since all other products are zero."""
-    features = module.embedding_dim if isinstance(module, VocabParallelEmbedding) else module.input_size
+    rows, first, columns = _shard(module, part)
+    mine_C = torch.tensor([column in columns for column in sample.columns])
+    columns_C = torch.tensor(sample.columns)[mine_C] - columns.start
+    expected_OC = sample.values[rows.start : rows.stop, mine_C]
+    if not len(columns_C):
+        return expected_OC, expected_OC
     like = next(module.parameters())
-    units_CI = nn.functional.one_hot(columns_C.to(like.device), features).to(like.dtype)
+    units_CI = nn.functional.one_hot(columns_C.to(like.device), len(columns)).to(like.dtype)
     answers_CO = module.quant_method.apply(module, units_CI, bias=None)
-    rows = module.org_vocab_size if isinstance(module, VocabParallelEmbedding) else answers_CO.shape[1]
-    return answers_CO[:, :rows].T
+    return answers_CO[:, first : first + len(rows)].T, expected_OC
 
 
-def _rows(module: Any, part: int) -> slice:
-    """Where a part of a fused matrix lies."""
-    if isinstance(module, QKVParallelLinear):
-        queries, keys = module.num_heads * module.head_size, module.num_kv_heads * module.head_size
-        sizes = [queries, keys, keys]
-    else:
-        sizes = list(module.output_sizes)
-    start = sum(sizes[:part])
-    return slice(start, start + sizes[part])
+def _shard(module: Any, part: int) -> _Shard:
+    match module:
+        case VocabParallelEmbedding():
+            rows = range(module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index)
+            return _Shard(rows, 0, range(module.embedding_dim))
+        case ColumnParallelLinear():
+            sizes = module.output_partition_sizes
+            # Keys and values of few heads are with several workers.
+            copies = module.num_kv_head_replicas if isinstance(module, QKVParallelLinear) and part > 0 else 1
+            start = module.tp_rank // copies * sizes[part]
+            return _Shard(range(start, start + sizes[part]), sum(sizes[:part]), range(module.input_size))
+        case RowParallelLinear():
+            width = module.input_size_per_partition
+            return _Shard(range(module.output_size), 0, range(module.tp_rank * width, (module.tp_rank + 1) * width))
+        case _:
+            return _Shard(range(module.output_size), 0, range(module.input_size))

@@ -105,7 +105,7 @@ class _Simulation:
         demands = Demands(self._workload)
         engines = [
             ModelledEngine(f"engine {number}", self._models.engine, config.rollout.slots_per_engine, demands)
-            for number in range(len(placement.engines))
+            for number in range(len(config.engine_devices))
         ]
         scheduler = RolloutScheduler(
             _with_modelled_filter(config).rollout,
@@ -136,8 +136,8 @@ class _Simulation:
         config, trainer = self._config, self._models.trainer
         sharing = [
             engine.name
-            for engine, device in zip(engines, config.placement.engines, strict=True)
-            if device in config.placement.shared
+            for engine, devices in zip(engines, config.engine_devices, strict=True)
+            if config.placement.shared.intersection(devices)
         ]
         request = CollectRequest(
             iteration=iteration,
@@ -284,7 +284,7 @@ def _splits(config: RunConfig) -> list[tuple[str, ...]]:
     return [
         (f"placement.trainer={_devices(0, trainer)}", f"placement.engines={_devices(trainer, total)}")
         for trainer in sorted(trainers)
-        if trainer < total
+        if trainer < total and (total - trainer) % len(config.engine_devices[0]) == 0
     ]
 
 

@@ -107,8 +107,10 @@ def _roles(config: RunConfig) -> PlanSection:
             ("trainer", f"{len(placement.trainer)} rank(s) on {_devices(placement.trainer)} ({config.training.backend})"),
             (
                 "engines",
-                f"{len(placement.engines)} {config.inference.kind} engine(s) on {_devices(placement.engines)}, {together}",
+                f"{len(config.engine_devices)} {config.inference.kind} engine(s) on {_devices(placement.engines)}, "
+                f"{together}",
             ),
+            ("weights", f"to the engines by {config.weights_transport}"),
             ("reward workers", str(placement.reward_workers)),
             ("legs", f"{config.legs.launcher}, at most {config.legs.max_failures} failures in a row"),
         ),

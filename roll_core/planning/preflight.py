@@ -11,7 +11,7 @@ from roll_core.config.services import Launcher
 from roll_core.config.teachers import PretrainedTeacher, RunTeacher, TeacherConfig
 from roll_core.data.problem_source import build_source
 from roll_core.errors import UserError
-from roll_core.inference.vllm_terms import check_head_size, check_version
+from roll_core.inference.vllm_terms import check_divisible, check_head_size, check_version
 from roll_core.models.packaged import PACKAGED
 from roll_core.planning.memory import check_memory, device_memory_gb
 from roll_core.planning.model_shape import shape_of
@@ -72,11 +72,10 @@ def _check_engine(config: RunConfig) -> None:
     if not isinstance(config.inference, VllmInference):
         return
     check_version()
-    if config.inference.tensor_parallel > 1:
-        raise UserError("inference.tensor_parallel must be 1 so far: placement.engines gives each engine one device")
+    shape = shape_of(config.model)
+    assert shape is not None, "the model's folder was looked at before"
+    check_divisible(shape.heads, shape.kv_heads, config.inference.tensor_parallel)
     if config.cluster.device is DeviceKind.CPU:
-        shape = shape_of(config.model)
-        assert shape is not None, "the model's folder was looked at before"
         check_head_size(shape.head_size)
 
 

@@ -3,36 +3,46 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from roll_core.config.inference import RehearsalInference, TorchInference, VllmInference
-from roll_core.config.placement import DeviceKind
 from roll_core.config.run import RunConfig
-from roll_core.config.training import Precision
 from roll_core.errors import EngineDied
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.streaming import as_they_finish
 from roll_core.roles.bucketed import Bucketed
 from roll_core.roles.process import settle
+from roll_core.store.object_store import ObjectStore
+from roll_core.types.refs import WeightsRef
 
 if TYPE_CHECKING:
     from roll_core.inference.base import InferenceEngine
-    from roll_core.weights.buckets import DeviceBucket
+    from roll_core.weights.broadcast import Meeting
+    from roll_core.weights.buckets import BroadcastBucket, DeviceBucket, WeightsBucket
     from roll_core.weights.checks import WeightsCheck
+    from roll_core.weights.stored import WeightsReader
 
 
 log = logging.getLogger(__name__)
 
 
 class EngineRole:
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RunConfig, store_uri: str):
         self._config = config
+        self._store = ObjectStore(store_uri, config.store.retry_seconds)
 
     async def start(self) -> None:
         self._engine = _build_engine(self._config)
         settle()
+
+    @cached_property
+    def _reader(self) -> "WeightsReader":
+        from roll_core.weights.stored import WeightsReader
+
+        return WeightsReader(self._store)
 
     async def answer(self) -> None:
         """Show that the engine is there, not only this process."""
@@ -49,22 +59,35 @@ class EngineRole:
         with _one_life():
             await self._engine.abort(*request_ids)
 
-    async def adopt(self, weights: Bucketed) -> int:
-        """Take over weights from the object store; answers their size in bytes."""
-        buckets = [await bucket for bucket in weights.buckets]  # before anything has to wait for them
+    async def adopt(self, weights: Bucketed | WeightsRef) -> int:
+        """Take over weights that wait in memory or in the store; answers their size in bytes. They are fetched before
+        anything has to wait for them."""
+        buckets: Iterable[WeightsBucket]
+        match weights:
+            case Bucketed():
+                buckets, check = [await bucket for bucket in weights.buckets], await weights.check
+            case WeightsRef():
+                await asyncio.to_thread(self._reader.fetch, weights)
+                buckets, check = self._reader.buckets(weights), self._reader.check(weights)
         await self.begin_update()
+        num_bytes = 0
         with _one_life():
             for bucket in buckets:
                 await self._engine.load(bucket)
-        await self.finish_update(weights.version, await weights.check)
-        return sum(bucket.data.nbytes for bucket in buckets)
+                num_bytes += bucket.data.nbytes
+        await self.finish_update(weights.version, check)
+        return num_bytes
 
     async def begin_update(self) -> None:
         with _one_life():
             await self._engine.begin_update(self._config.rollout.in_flight)
 
-    async def load(self, bucket: "DeviceBucket") -> int:
-        """Take over a bucket that a rank on this engine's GPU shares; answers its size in bytes."""
+    async def join(self, meeting: "Meeting", rank: int) -> None:
+        with _one_life():
+            await self._engine.join(meeting, rank)
+
+    async def load(self, bucket: "DeviceBucket | BroadcastBucket") -> int:
+        """Take over a bucket that a rank on this engine's GPU shares, or that is broadcast; answers its size in bytes."""
         with _one_life():
             await self._engine.load(bucket)
         return bucket.num_bytes
@@ -109,8 +132,7 @@ def _build_engine_with_model(
     import torch
 
     device = torch.device(config.cluster.device.value)
-    bfloat16 = config.training.precision is Precision.BFLOAT16 and config.cluster.device is DeviceKind.CUDA
-    dtype = torch.bfloat16 if bfloat16 else torch.float32
+    dtype = torch.bfloat16 if config.engines_in_bfloat16 else torch.float32
     num_threads = config.cluster.threads_per_device
     torch.set_num_threads(num_threads)
     match inference:

@@ -18,7 +18,8 @@ from ray.actor import ActorHandle
 
 from roll_core.config.placement import DeviceKind
 from roll_core.config.run import RunConfig
-from roll_core.errors import RoleDied, RollError
+from roll_core.config.weights import WeightsTransport
+from roll_core.errors import BroadcastBroken, RoleDied, RollError
 from roll_core.roles.bucketed import Bucketed
 from roll_core.roles.placement import reserve_devices
 from roll_core.roles.scheduler_role import SchedulerRole
@@ -29,12 +30,13 @@ from roll_core.store.checkpoints import record_checkpoint, upload_files
 from roll_core.store.exports import record_export
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.retention import retire
+from roll_core.store.weights import retire_weights
 from roll_core.types.manifest import Collected, CollectRequest, Evaluated, Manifest, Metrics, Prepared, Published, Updated
-from roll_core.types.refs import ArtifactKind, ArtifactRef, CheckpointRef, ExportRef, RunRef
+from roll_core.types.refs import ArtifactKind, ArtifactRef, CheckpointRef, ExportRef, RunRef, WeightsRef
 
 _SHARING_CORES = {"GOMP_SPINCOUNT": "300"}
 """OpenMP threads of several roles share cores: those that wait must not spin for milliseconds, as libgomp's do."""
-SCHEDULER = "rollout scheduler"
+SCHEDULER, RANK_0 = "rollout scheduler", "trainer rank 0"
 MAX_SUCCESSIONS = 3
 """How often in one stage engines and reward workers are replaced after the last of them died; then the leg ends."""
 
@@ -57,17 +59,21 @@ class Fleet:
         self._store = ObjectStore(run.store_uri, config.store.retry_seconds)
         self._beside = ThreadPoolExecutor(1, "store-checkpoint")
         self._storing: Future[CheckpointRef] | None = None
+        self._stored: WeightsRef | None = None
+        """What engines read last, where they read from the store."""
+        self._met: list[str] = []
+        """Engines that are in a group with trainer rank 0, where they are broadcast to."""
 
     def __enter__(self) -> "Fleet":
         deadline_s = self._config.deadlines.start
         self._start_ray()
-        devices = reserve_devices(self._config.cluster, self._config.placement, deadline_s)
-        config, store_uri, placement = self._config, self._run.store_uri, self._config.placement
-        self._workforce = Workforce(config, devices)
+        devices = reserve_devices(self._config)
+        config, placement = self._config, self._config.placement
+        self._workforce = Workforce(config, self._run.store_uri, devices)
         self._ranks = {
             f"trainer rank {rank}": ray.remote(concurrency_groups={BESIDE: 1})(TrainerRank)
-            .options(**devices.options(device))
-            .remote(config, store_uri, self._leg_dir, rank, len(placement.trainer))
+            .options(**devices.options([device]))
+            .remote(config, self._run, self._leg_dir, rank, len(placement.trainer))
             for rank, device in enumerate(placement.trainer)
         }
         self._scheduler = (
@@ -126,20 +132,34 @@ class Fleet:
         return updated
 
     def publish(self, version: int) -> Published:
-        by = self._publish_on_devices if self._config.shares_gpus else self._publish_by_object_store
-        num_bytes, digest = by(version)
+        num_bytes, digest = self._publish_by_transport(version)
         if missing := [engine.name for engine in self._workforce.engines() if engine.name not in num_bytes]:
             raise RoleDied(f"{', '.join(missing)} could not take over weights version {version}: who held them died")
         self._lend_devices_to_engines()  # before anything is drawn, or all of it goes to those that were never paused
         self._from_scheduler(self._scheduler.adopted.remote(version), "publish", self._config.deadlines.publish)
         return Published(weights_version=version, weights_digest=digest, num_bytes=sum(num_bytes.values()))
 
-    def _publish_by_object_store(self, version: int) -> tuple[dict[str, int], str]:
-        """All of it waits in host memory before engines are asked to stop for it."""
+    def _publish_by_transport(self, version: int) -> tuple[dict[str, int], str]:
+        """Bytes that every engine took, and the digest of the weights."""
+        match self._config.weights_transport:
+            case WeightsTransport.SHARED_GPU:
+                return self._publish_on_devices(version)
+            case WeightsTransport.BROADCAST:
+                return self._publish_by_broadcast(version)
+            case WeightsTransport.STORE:
+                self._stored = self._store_weights(version)
+                return self._adopt(self._stored), self._stored.weights_digest
+            case _:
+                return self._publish_by_ray(version)
+
+    def _publish_by_ray(self, version: int) -> tuple[dict[str, int], str]:
         weights = self._bucket_weights(version)
+        return self._adopt(weights), weights.digest
+
+    def _adopt(self, weights: Bucketed | WeightsRef) -> dict[str, int]:
+        """All of it waits in host memory or in the store before engines are asked to stop for it."""
         num_bytes = self._workforce.adopt(weights)
-        num_bytes |= self._replace(self._workforce.dead(known_alive=num_bytes), weights)
-        return num_bytes, weights.digest
+        return num_bytes | self._replace(self._workforce.dead(known_alive=num_bytes), weights)
 
     def _publish_on_devices(self, version: int) -> tuple[dict[str, int], str]:
         """Through the memory of the GPU that rank and engine are on."""
@@ -173,6 +193,56 @@ class Fleet:
             num_bytes = self._workforce.load(num_bytes, list(buckets.values()))
         finishing = {name: rank.finish_sharing.remote() for name, rank in self._ranks.items()}
         return num_bytes, self._from_rank_0(wait_for(finishing, "publish", deadline_s))
+
+    def _publish_by_broadcast(self, version: int) -> tuple[dict[str, int], str]:
+        """To all engines at once. If that breaks, whoever was late is ended, all take this version another way, and the next
+        one is broadcast among those who are there then."""
+        try:
+            num_bytes, digest = self._broadcast(version)
+        except (BroadcastBroken, RoleDied) as error:
+            late = self._part_with_engines()
+            log.warning("weights version %d goes another way: %s; late: %s", version, error, ", ".join(late) or "nobody")
+            self._workforce.end(late)
+            return self._publish_by_ray(version)
+        if dead := self._workforce.dead(known_alive=num_bytes):
+            num_bytes |= self._replace(dead, self._held_weights(version))
+        return num_bytes, digest
+
+    def _broadcast(self, version: int) -> tuple[dict[str, int], str]:
+        """Bucket by bucket; the first failure ends it, since the others may be waiting for whoever failed."""
+        deadline_s = self._config.deadlines.publish
+        num_bytes = self._workforce.begin_update()
+        self._meet_engines(list(num_bytes))
+        beginning = {name: rank.begin_broadcast.remote(version) for name, rank in self._ranks.items()}
+        rank_0, helping = self._ranks[RANK_0], {name: ref for name, ref in beginning.items() if name != RANK_0}
+        bucket = self._of_rank_0(beginning[RANK_0])
+        while bucket is not None:
+            taken = wait_for(
+                {RANK_0: rank_0.broadcast.remote()} | self._workforce.receiving(bucket, list(num_bytes)),
+                "publish",
+                deadline_s,
+            )
+            bucket = taken.pop(RANK_0)
+            num_bytes = {name: num_bytes[name] + size for name, size in taken.items()}
+        wait_for(helping, "publish", deadline_s)
+        check, digest = self._of_rank_0(rank_0.finish_sharing.remote())
+        alive = self._workforce.finish_update(num_bytes, version, check)
+        return {name: size for name, size in num_bytes.items() if name in alive}, digest
+
+    def _meet_engines(self, engines: list[str]) -> None:
+        """Form a group of trainer rank 0 and these, unless it is the one there is."""
+        if engines == self._met:
+            return
+        rank_0, deadline_s = self._ranks[RANK_0], self._config.deadlines.publish
+        self._met = []
+        meeting = self._of_rank_0(rank_0.open_group.remote(self._workforce.workers(engines)))
+        wait_for({RANK_0: rank_0.meet_engines.remote()} | self._workforce.joining(meeting, engines), "publish", deadline_s)
+        self._met = engines
+
+    def _part_with_engines(self) -> tuple[str, ...]:
+        """End the group; engines that did not come when they were last waited for."""
+        self._met = []
+        return self._of_rank_0(self._ranks[RANK_0].leave_group.remote())
 
     def weights_digest(self) -> str:
         """Of the policy the trainer holds now."""
@@ -281,9 +351,7 @@ class Fleet:
             self._workforce.sleep()
             self._lent = True
         first_rank = next(iter(self._ranks.values()))
-        meeting_point = wait_for({"trainer rank 0": first_rank.meeting_point.remote()}, "start", deadline_s)[
-            "trainer rank 0"
-        ]
+        meeting_point = wait_for({RANK_0: first_rank.meeting_point.remote()}, "start", deadline_s)[RANK_0]
         calls |= {name: rank.start.remote(meeting_point) for name, rank in self._ranks.items()}
         wait_for(calls, "start", deadline_s)
         self._write_process_list()
@@ -302,12 +370,37 @@ class Fleet:
         calls = {name: rank.bucket_weights.remote(version) for name, rank in self._ranks.items()}
         return self._from_rank_0(wait_for(calls, "publish", self._config.deadlines.publish))
 
+    def _store_weights(self, version: int) -> WeightsRef:
+        calls = {name: rank.store_weights.remote(version) for name, rank in self._ranks.items()}
+        stored: WeightsRef = self._from_rank_0(wait_for(calls, "publish", self._config.deadlines.publish))
+        if stored.base is None:  # what came before it is not needed by any engine
+            self._beside.submit(self._retire_weights)
+        return stored
+
+    def _held_weights(self, version: int) -> Bucketed | WeightsRef:
+        """The weights of this version, for engines that missed them: from the store, or asked of the trainer again."""
+        if self._stored is not None and self._stored.version == version:
+            return self._stored
+        return self._bucket_weights(version)
+
+    def _retire_weights(self) -> None:
+        """As with checkpoints: what goes wrong with it costs room, and the next one tries again."""
+        try:
+            gone = retire_weights(self._store, self._run.run_id, self._config.store.grace_minutes * 60)
+        except RollError as error:
+            log.warning("weights of %s could not be retired: %s", self._run.run_id, error)
+            return
+        log.info("retired weights of %s: %s", self._run.run_id, gone)
+
     def _batch(self, collected: Collected) -> tuple[Collected, ray.ObjectRef | None]:
         refs = self._trajectories.get(collected.request.request_id)
         return collected, refs[0] if refs else None
 
     def _from_rank_0(self, answers: dict[str, Any]) -> Any:
-        return answers["trainer rank 0"]
+        return answers[RANK_0]
+
+    def _of_rank_0(self, answer: ray.ObjectRef) -> Any:
+        return wait_for({RANK_0: answer}, "publish", self._config.deadlines.publish)[RANK_0]
 
     def _lend_devices_to_trainer(self) -> None:
         """Engines on the trainer's devices give up what they are at, and sleep; the others go on."""
@@ -351,13 +444,14 @@ class Fleet:
                 dead = self._workforce.dead()
                 if not dead:
                     raise
-                self._replace(dead, self._bucket_weights(version))
+                self._replace(dead, self._held_weights(version))
         return self._from_scheduler(ask(), stage, 1.1 * deadline_s)
 
-    def _replace(self, dead: list[str], weights: Bucketed) -> dict[str, int]:
+    def _replace(self, dead: list[str], weights: Bucketed | WeightsRef) -> dict[str, int]:
         if not dead:
             return {}
         num_bytes = self._workforce.replace(dead, weights)
+        self._met = []
         welcome = self._scheduler.welcome.remote(self._workforce.engines(dead), self._workforce.graders(dead))
         self._from_scheduler(welcome, "start", self._config.deadlines.start)
         self._write_process_list()

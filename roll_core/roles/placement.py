@@ -1,5 +1,7 @@
-"""From declared devices to Ray resources: one bundle a device, shared equally by the roles placed on it."""
+"""From declared devices to Ray resources: one bundle a device, shared equally by the roles placed on it, or one bundle for
+the devices that hold an engine together."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +9,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from roll_core.config.placement import ClusterConfig, DeviceKind, PlacementConfig
+from roll_core.config.placement import DeviceKind
+from roll_core.config.run import RunConfig
 from roll_core.errors import DeadlineExceeded
 
 
@@ -19,18 +22,29 @@ class Devices:
     kind: DeviceKind
     shared: frozenset[int]
     """Those that a trainer rank and an engine are on."""
+    bundles: tuple[tuple[int, ...], ...]
+    """Devices that Ray gives out together."""
 
-    def options(self, device: int) -> dict[str, Any]:
-        """Ray options that put an actor on a device."""
-        share = 0.5 if device in self.shared else 1
+    def options(self, devices: Sequence[int]) -> dict[str, Any]:
+        """Ray options that put an actor on devices of one bundle."""
+        share = sum(0.5 if device in self.shared else 1 for device in devices)
         resources = {"num_cpus": share} if self.kind is DeviceKind.CPU else {"num_cpus": 0, "num_gpus": share}
-        return resources | {"scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, device)}
+        (bundle,) = (number for number, bundle in enumerate(self.bundles) if set(devices) <= set(bundle))
+        return resources | {"scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, bundle)}
 
 
-def reserve_devices(cluster: ClusterConfig, placement: PlacementConfig, deadline_s: float) -> Devices:
+def bundles_of(num_devices: int, engines: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """The devices of every engine, and all others one by one, in order."""
+    of_engines = {device: engine for engine in engines for device in engine}
+    return tuple(dict.fromkeys(of_engines.get(device, (device,)) for device in range(num_devices)))
+
+
+def reserve_devices(config: RunConfig) -> Devices:
     """Reserve every device a role names, or say that the cluster does not have them."""
+    cluster, deadline_s = config.cluster, config.deadlines.start
     resource = "CPU" if cluster.device is DeviceKind.CPU else "GPU"
-    group = placement_group([{resource: 1}] * cluster.num_devices, strategy="PACK")
+    bundles = bundles_of(cluster.num_devices, config.engine_devices)
+    group = placement_group([{resource: len(bundle)} for bundle in bundles], strategy="PACK")
     try:
         ray.get(group.ready(), timeout=deadline_s)
     except ray.exceptions.GetTimeoutError:
@@ -39,4 +53,4 @@ def reserve_devices(cluster: ClusterConfig, placement: PlacementConfig, deadline
             f"cluster.devices_per_node x cluster.nodes asks for {cluster.num_devices} {resource} devices; "
             f"Ray found {have} within {deadline_s:.0f} s (deadlines.start)"
         ) from None
-    return Devices(group, cluster.device, placement.shared)
+    return Devices(group, cluster.device, config.placement.shared, bundles)

@@ -15,7 +15,6 @@ import ray
 
 from roll_core.config.algorithm import Distillation
 from roll_core.config.run import RunConfig
-from roll_core.config.training import Precision
 from roll_core.data.ledger import draws_of
 from roll_core.errors import RollError
 from roll_core.roles.bucketed import Bucketed
@@ -25,7 +24,7 @@ from roll_core.store.object_store import ObjectStore
 from roll_core.store.rollouts import decode_trajectories
 from roll_core.store.runs import read_chain
 from roll_core.types.manifest import Collected, Metrics, Prepared, Updated
-from roll_core.types.refs import CheckpointFile, CheckpointRef
+from roll_core.types.refs import CheckpointFile, CheckpointRef, RunRef, WeightsRef
 from roll_core.types.sample import Sample
 from roll_core.types.trajectory import Trajectory
 
@@ -34,7 +33,8 @@ if TYPE_CHECKING:
 
     from roll_core.training.base import Snapshot
     from roll_core.training.learner import PreparedBatch
-    from roll_core.weights.buckets import DeviceBucket
+    from roll_core.weights.broadcast import Meeting, Sender
+    from roll_core.weights.buckets import BroadcastBucket, DeviceBucket, TensorEntry
     from roll_core.weights.checks import WeightsCheck
 
 Answer = TypeVar("Answer")
@@ -45,15 +45,18 @@ ANSWERS_KEPT = 16
 
 
 class TrainerRank:
-    def __init__(self, config: RunConfig, store_uri: str, scratch: Path, rank: int, num_ranks: int):
+    def __init__(self, config: RunConfig, run: RunRef, scratch: Path, rank: int, num_ranks: int):
         self._config = config
-        self._store = ObjectStore(store_uri, config.store.retry_seconds)
+        self._run_id = run.run_id
+        self._store = ObjectStore(run.store_uri, config.store.retry_seconds)
         self._scratch = scratch
         self._rank = rank
         self._num_ranks = num_ranks
         self._prepared: dict[str, PreparedBatch] = {}
         self._answers: dict[str, Any] = {}
         self._snapshot: Snapshot | None = None
+        self._sender: Sender | None = None
+        self._laid_out: Iterator[tuple[tuple[TensorEntry, ...], Tensor]] = iter(())
 
     def meeting_point(self) -> str:
         """Where the ranks of this trainer can meet: this node, a free port."""
@@ -66,6 +69,7 @@ class TrainerRank:
         import torch
 
         from roll_core.training.learner import Learner
+        from roll_core.weights.stored import WeightsWriter
 
         torch.set_num_threads(self._config.cluster.threads_per_device)
         device = torch.device(self._config.cluster.device.value)
@@ -78,6 +82,8 @@ class TrainerRank:
             )
         self._learner = Learner(self._config, rank=self._rank, num_ranks=self._num_ranks, device=device)
         self._load_teachers()
+        self._engine_dtype = torch.bfloat16 if self._config.engines_in_bfloat16 else torch.float32
+        self._writer = WeightsWriter(self._store, self._run_id, self._config.weights.full_every, self._engine_dtype)
         settle()
 
     def warm_start(self, request_id: str) -> Metrics:
@@ -149,15 +155,19 @@ class TrainerRank:
         self._unseen = self._watched(version)
         return share_in_place(list(self._learner.weights()))
 
+    def store_weights(self, version: int) -> WeightsRef | None:
+        """The current weights in the store, under this number; rank 0 answers, the others help."""
+        if self._rank != 0:
+            self._help_to_gather()
+            return None
+        return self._writer.write(version, self._learner.weights())
+
     def begin_sharing(self, version: int) -> None:
         """From now on `share_bucket` gives the weights, under this number, to engines on this rank's GPU."""
-        import torch
-
         from roll_core.weights.buckets import pack_on_device
 
-        bfloat16 = self._config.training.precision is Precision.BFLOAT16
         self._unseen = iter(())
-        self._shared = pack_on_device(self._watched(version), torch.bfloat16 if bfloat16 else torch.float32)
+        self._shared = pack_on_device(self._watched(version), self._engine_dtype)
 
     def share_bucket(self) -> "DeviceBucket | None":
         """The next of them, once nobody needs the one before it; None when there are no more."""
@@ -175,6 +185,49 @@ class TrainerRank:
 
     def reload(self) -> None:
         self._learner.reload()
+
+    def open_group(self, engines: tuple[str, ...]) -> "Meeting":
+        """Rank 0: a place where engines can meet, which are then broadcast to; who met before parts."""
+        import torch
+
+        from roll_core.weights.broadcast import Sender
+
+        self.leave_group()
+        device, members = torch.device(self._config.cluster.device.value), ("trainer rank 0", *engines)
+        host, patience_s = ray.util.get_node_ip_address(), self._config.weights.broadcast_seconds
+        self._sender = Sender(host, members, patience_s, device)
+        return self._sender.meeting
+
+    def meet_engines(self) -> None:
+        """Rank 0: wait until all are there."""
+        assert self._sender is not None
+        self._sender.meet()
+
+    def begin_broadcast(self, version: int) -> "BroadcastBucket | None":
+        """Rank 0 answers the first bucket that `broadcast` will send; the others help until the last."""
+        from roll_core.weights.buckets import lay_out
+
+        if self._rank != 0:
+            self._help_to_gather()
+            return None
+        self._unseen = iter(())
+        self._laid_out = lay_out(self._watched(version), self._engine_dtype)
+        return self._lay_out_next()
+
+    def broadcast(self) -> "BroadcastBucket | None":
+        """Rank 0: send a bucket to all engines; the next one, which is in the same memory, or None after the last."""
+        assert self._sender is not None
+        self._sender.send(self._flat)
+        return self._lay_out_next()
+
+    def leave_group(self) -> tuple[str, ...]:
+        """Rank 0: no more broadcasts; engines that were waited for last and did not come."""
+        deque(self._laid_out, maxlen=0)  # other ranks are in the middle of gathering, if a broadcast broke off
+        sender, self._sender = self._sender, None
+        if sender is None:
+            return ()
+        sender.close()
+        return sender.late
 
     def export(self, folder: Path) -> str:
         """The current policy as a Hugging Face folder, and the digest of its weights; rank 0 writes, the others help."""
@@ -207,6 +260,15 @@ class TrainerRank:
 
         self._watch, self._digest = Watch(version), WeightsDigest()
         return self._watch.over(self._digest.over(self._learner.weights()))
+
+    def _lay_out_next(self) -> "BroadcastBucket | None":
+        from roll_core.weights.buckets import BroadcastBucket
+
+        laid_out = next(self._laid_out, None)
+        if laid_out is None:
+            return None
+        entries, self._flat = laid_out
+        return BroadcastBucket(entries, len(self._flat))
 
     def _help_to_gather(self) -> None:
         """Take part in gathering weights that another rank keeps."""

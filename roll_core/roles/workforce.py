@@ -19,9 +19,11 @@ from roll_core.roles.placement import Devices
 from roll_core.roles.reward_role import RewardRole
 from roll_core.roles.scheduler_role import RemoteEngine, RemoteGrader
 from roll_core.roles.waiting import wait_for, wait_for_survivors
+from roll_core.types.refs import WeightsRef
 
 if TYPE_CHECKING:
-    from roll_core.weights.buckets import DeviceBucket
+    from roll_core.weights.broadcast import Meeting
+    from roll_core.weights.buckets import BroadcastBucket, DeviceBucket
     from roll_core.weights.checks import WeightsCheck
 
 ASYNC_CALLS = 1000
@@ -32,21 +34,21 @@ log = logging.getLogger(__name__)
 
 
 class Workforce:
-    def __init__(self, config: RunConfig, devices: Devices):
+    def __init__(self, config: RunConfig, store_uri: str, devices: Devices):
         self._deadlines = config.deadlines
         finishes = config.rollout.in_flight is InFlight.FINISH
         self.yielding_deadline_s = config.deadlines.publish + (config.deadlines.collect if finishes else 0.0)
         """How long engines may take to make way for new weights or the trainer: what they are at may have to be finished."""
         self._makes: dict[str, Callable[[], ActorHandle]] = {}
-        self._on_trainer_devices: list[str] = []
         self._rank_of: dict[str, int] = {}
         """Engines on a trainer's device: the rank that is there, too."""
-        for number, device in enumerate(config.placement.engines):
-            options = devices.options(device) | {"max_concurrency": ASYNC_CALLS}
-            self._makes[f"engine {number}"] = partial(ray.remote(EngineRole).options(**options).remote, config)
-            if device in config.placement.shared:
-                self._on_trainer_devices.append(f"engine {number}")
+        self._devices_per_engine = len(config.engine_devices[0])
+        for number, its_devices in enumerate(config.engine_devices):
+            options = devices.options(its_devices) | {"max_concurrency": ASYNC_CALLS}
+            self._makes[f"engine {number}"] = partial(ray.remote(EngineRole).options(**options).remote, config, store_uri)
+            for device in config.placement.shared.intersection(its_devices):
                 self._rank_of[f"engine {number}"] = config.placement.trainer.index(device)
+        self._on_trainer_devices = list(self._rank_of)
         self._engine_names = list(self._makes)
         for number in range(config.placement.reward_workers):
             make = partial(ray.remote(RewardRole).options(**OFF_DEVICE).remote, config)
@@ -76,7 +78,7 @@ class Workforce:
     def wake(self) -> None:
         self._of_engines_that_share(lambda engine: engine.wake.remote())
 
-    def adopt(self, weights: Bucketed) -> dict[str, int]:
+    def adopt(self, weights: Bucketed | WeightsRef) -> dict[str, int]:
         """Engines take over weights; bytes that each took. The dead are not among them."""
         adopting = {name: self.actors[name].adopt.remote(weights) for name in self._engine_names}
         return wait_for_survivors(adopting, "publish", self.yielding_deadline_s)
@@ -85,6 +87,23 @@ class Workforce:
         """Engines make way for weights that they are going to be given one bucket after another; bytes that each took."""
         beginning = {name: self.actors[name].begin_update.remote() for name in self._engine_names}
         return dict.fromkeys(wait_for_survivors(beginning, "publish", self.yielding_deadline_s), 0)
+
+    def workers(self, engines: Sequence[str]) -> tuple[str, ...]:
+        """Who of these engines takes part in a broadcast: a worker a device, by the engine's name."""
+        return tuple(engine for engine in engines for _ in range(self._devices_per_engine))
+
+    def joining(self, meeting: "Meeting", names: Sequence[str]) -> dict[str, ray.ObjectRef]:
+        """Engines on their way into a group."""
+        return {name: self.actors[name].join.remote(meeting, meeting.members.index(name)) for name in names}
+
+    def receiving(self, bucket: "BroadcastBucket", names: Sequence[str]) -> dict[str, ray.ObjectRef]:
+        """Engines that take part in the broadcast of a bucket."""
+        return {name: self.actors[name].load.remote(bucket) for name in names}
+
+    def end(self, names: Collection[str]) -> None:
+        """Who is of no use any more is gone; successors are others' business."""
+        for name in names:
+            ray.kill(self.actors[name])
 
     def load(self, num_bytes: dict[str, int], bucket_of_rank: "list[DeviceBucket]") -> dict[str, int]:
         """Those that live take the bucket of the rank on their device."""
@@ -104,7 +123,7 @@ class Workforce:
         alive = wait_for_survivors(asked, "start", self._deadlines.start)
         return [name for name in doubtful if name not in alive]
 
-    def replace(self, dead: Sequence[str], weights: Bucketed) -> dict[str, int]:
+    def replace(self, dead: Sequence[str], weights: Bucketed | WeightsRef) -> dict[str, int]:
         """Successors of these, engines with the policy's weights; bytes that each took over."""
         successors = {name: self._makes[name]() for name in dead}
         wait_for({name: actor.start.remote() for name, actor in successors.items()}, "start", self._deadlines.start)

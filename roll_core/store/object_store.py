@@ -6,6 +6,7 @@ Layout under the store's address:
     runs/quickstart-3/iterations/   one manifest an iteration
     runs/quickstart-3/checkpoints/  one record a checkpoint
     runs/quickstart-3/exports/      one record a Hugging Face folder
+    runs/quickstart-3/weights/      one record a version that engines read from here
 """
 
 import hashlib

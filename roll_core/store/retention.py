@@ -57,7 +57,8 @@ def retire(store: ObjectStore, run_id: str, policy: CheckpointConfig, grace_seco
     gone = [checkpoint for checkpoint in going if Place(run_id, checkpoint.iteration) not in needed]
     for checkpoint in gone:
         store.delete(record_name(run_id, checkpoint))
-    _free(store, {object_name(file.artifact) for checkpoint in gone for file in checkpoint.files}, grace_seconds)
+    needed_files = {object_name(file.artifact) for file in _all_files(store)}
+    free(store, {object_name(f.artifact) for checkpoint in gone for f in checkpoint.files} - needed_files, grace_seconds)
     for mark in sorted(marks):
         store.delete(mark)
     return gone
@@ -86,10 +87,9 @@ def _strays(store: ObjectStore, run_id: str, chain: Sequence[Manifest]) -> list[
     return [each for each in records if committed.get(each.iteration, each.weights_digest) != each.weights_digest]
 
 
-def _free(store: ObjectStore, names: Collection[str], grace_seconds: float) -> None:
-    """Delete files that were those of retired checkpoints, but for those that something else names or that are young, since
-    somebody who has not named them yet may have put the same bytes. A folder's ages are read just before."""
-    unneeded = set(names) - {object_name(file.artifact) for file in _all_files(store)}
+def free(store: ObjectStore, unneeded: Collection[str], grace_seconds: float) -> None:
+    """Delete objects that nothing names any more, but for young ones, since somebody who has not named them yet may have put
+    the same bytes. A folder's ages are read just before."""
     for folder in sorted({name.rpartition("/")[0] for name in unneeded}):
         for stored in store.list_below(folder):
             if stored.name in unneeded and stored.age_seconds >= grace_seconds:

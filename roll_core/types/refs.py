@@ -16,7 +16,7 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
-def digest_of(data: bytes) -> str:
+def digest_of(data: bytes | memoryview) -> str:
     """SHA-256 in hexadecimal: the name of an artifact."""
     return hashlib.sha256(data).hexdigest()
 
@@ -37,6 +37,7 @@ class ArtifactKind(StrEnum):
     TRACE = "trace"
     CHECKPOINT_FILE = "checkpoint-file"
     EXPORT_FILE = "export-file"
+    WEIGHTS = "weights"
 
 
 class ArtifactRef(Record):
@@ -91,6 +92,48 @@ class ExportRef(Record):
     @property
     def size(self) -> int:
         return sum(file.artifact.size for file in self.files)
+
+
+class StoredBucket(Record):
+    """Some tensors of stored weights, as bytes one after another.
+
+    Example: StoredBucket(number=0, size=268435456, digest="1f3a...", artifact=ArtifactRef(kind="weights", ...))
+    """
+
+    number: int
+    size: int
+    digest: str
+    """Of its bytes, whole."""
+    artifact: ArtifactRef
+    """Its bytes, or how they differ from those of the version before."""
+
+
+class WeightsRef(Record):
+    """Numbered weights in the store, for engines to read.
+
+    Example: WeightsRef(run_id="quickstart-3", version=12, weights_digest="77d0...", base="runs/quickstart-3/weights/...",
+    layout=ArtifactRef(...), buckets=(StoredBucket(...), ...), check=ArtifactRef(...))
+    """
+
+    run_id: str
+    version: int
+    weights_digest: str
+    """That of the manifest which commits this version."""
+    base: str | None
+    """The record of the version that buckets are differences to; null where they are whole."""
+    layout: ArtifactRef
+    """Names, kinds and shapes of the tensors in every bucket."""
+    buckets: tuple[StoredBucket, ...]
+    check: ArtifactRef
+    """What an engine compares with when it has taken them over."""
+
+    @property
+    def artifacts(self) -> list[ArtifactRef]:
+        return [self.layout, self.check, *(bucket.artifact for bucket in self.buckets)]
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(bucket.artifact.size for bucket in self.buckets)
 
 
 class RunRef(Record):

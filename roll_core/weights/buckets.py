@@ -40,17 +40,27 @@ class DeviceBucket:
     num_bytes: int
 
 
-Bucket = WeightsBucket | DeviceBucket
+@dataclass(frozen=True)
+class BroadcastBucket:
+    """One whose bytes come through the group that an engine has joined, to all engines at once."""
+
+    entries: tuple[TensorEntry, ...]
+    num_bytes: int
 
 
-def pack(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_BYTES) -> Iterator[WeightsBucket]:
-    """Buckets in order; a tensor larger than a bucket gets one of its own."""
-    for together in _batches(tensors, bucket_bytes):
+Bucket = WeightsBucket | DeviceBucket | BroadcastBucket
+
+
+def pack(
+    tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_BYTES, dtype: torch.dtype | None = None
+) -> Iterator[WeightsBucket]:
+    """Buckets in order, as numbers of this kind if one is given; a tensor larger than a bucket gets one of its own."""
+    for together in _batches(((name, tensor.to(dtype or tensor.dtype)) for name, tensor in tensors), bucket_bytes):
         entries = tuple(_entry(name, tensor.shape, tensor.dtype) for name, tensor in together)
         yield WeightsBucket(entries, np.concatenate([_bytes_of(tensor) for _, tensor in together]))
 
 
-def unpack(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
+def unpack(buckets: Iterable[WeightsBucket | DeviceBucket]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of `pack`, in order. Those of a device bucket are views: they last as long as its memory does."""
     for bucket in buckets:
         match bucket:
@@ -73,31 +83,37 @@ def cut(flat: Tensor, entries: Sequence[TensorEntry], starts: Sequence[int] | No
 def share_in_place(tensors: Sequence[tuple[str, Tensor]]) -> DeviceBucket:
     """Tensors that lie in one allocation anyway, where they lie: nothing is copied, and they must stay as they are until
     nobody reads them any more."""
-    storage = tensors[0][1].untyped_storage()
-    assert all(tensor.untyped_storage().data_ptr() == storage.data_ptr() for _, tensor in tensors), "several allocations"
-    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    flat = _whole_storage(tensors[0][1])
+    assert all(tensor.untyped_storage().data_ptr() == flat.data_ptr() for _, tensor in tensors), "several allocations"
     starts = tuple(int(tensor.storage_offset()) * tensor.itemsize for _, tensor in tensors)
     entries = tuple(_entry(name, tensor.shape, tensor.dtype) for name, tensor in tensors)
-    torch.cuda.synchronize(storage.device)
+    torch.cuda.synchronize(flat.device)
     return DeviceBucket(entries, starts, pickle.dumps(reduce_tensor(flat)), sum(map(_num_bytes, entries)))
 
 
 def pack_on_device(
     tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[DeviceBucket]:
+    """Buckets of `lay_out` on a GPU, for processes that see it."""
+    for entries, flat in lay_out(tensors, dtype, bucket_bytes):
+        torch.cuda.synchronize(flat.device)
+        starts = tuple(accumulate(map(_num_bytes, entries[:-1]), initial=0))
+        yield DeviceBucket(entries, starts, pickle.dumps(reduce_tensor(_whole_storage(flat))), len(flat))
+
+
+def lay_out(
+    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[tuple[tuple[TensorEntry, ...], Tensor]]:
     """Tensors as numbers of this kind, bucket by bucket in the same memory: a bucket is over when the next is asked for."""
     buffer: Tensor | None = None
     for together in _batches(tensors, bucket_bytes):
         entries = tuple(_entry(name, tensor.shape, dtype) for name, tensor in together)
-        sizes = [_num_bytes(entry) for entry in entries]
-        size = sum(sizes)
+        size = sum(map(_num_bytes, entries))
         if buffer is None or len(buffer) < size:
             buffer = torch.empty(max(size, bucket_bytes), dtype=torch.uint8, device=together[0][1].device)
         for (_, tensor), (_, place) in zip(together, cut(buffer, entries), strict=True):
             place.copy_(tensor.detach())
-        torch.cuda.synchronize(buffer.device)
-        starts = tuple(accumulate(sizes[:-1], initial=0))
-        yield DeviceBucket(entries, starts, pickle.dumps(reduce_tensor(buffer)), size)
+        yield entries, buffer[:size]
 
 
 def open_handle(handle: bytes) -> Tensor:
@@ -122,6 +138,11 @@ def _batches(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterat
 
 def _entry(name: str, shape: Iterable[int], dtype: torch.dtype) -> TensorEntry:
     return TensorEntry(name, tuple(shape), str(dtype).removeprefix("torch."))
+
+
+def _whole_storage(tensor: Tensor) -> Tensor:
+    """All bytes of the memory that a tensor is part of: what is in the same has the same handle."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _num_bytes(entry: TensorEntry) -> int:

@@ -10,8 +10,8 @@ from roll_core.inference.vllm_worker import WorkerExtension
 class SlowWorker(WorkerExtension):
     steps_taken = 0
 
-    def roll_begin(self) -> None:
-        super().roll_begin()
+    def roll_begin(self, role: int) -> None:
+        super().roll_begin(role)
         execute = self.model_runner.execute_model
         self.pause_s = 0.0
 

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ from roll_core.training.torch_trained import TorchSettings
 from roll_core.types.trajectory import Ending
 from roll_core.weights.buckets import pack, unpack
 from roll_core.weights.checks import Watch
+from tests.contracts.routes import ROUTES, Parcel, Route
 from tests.micro_batches import cut
 
 NO_STOP: tuple[int, ...] = ()
@@ -113,6 +115,7 @@ class TorchSubject(Subject):
     def __init__(self, architecture: Architecture = Architecture.QWEN3):
         super().__init__(asyncio.run, range(1, 14))
         self.architecture = architecture
+        self.num_workers = 1
 
     async def engine(self, num_slots: int = 64) -> InferenceEngine:
         return torch_subject(num_slots, self.architecture)
@@ -137,8 +140,9 @@ class RehearsalSubject(Subject):
 class VllmSubject(Subject):
     """One engine for all tests, in one event loop; each test gets it with the slots it wants and weights version 0."""
 
-    def __init__(self, architecture: Architecture):
+    def __init__(self, architecture: Architecture, num_workers: int = 1):
         self.architecture = architecture
+        self.num_workers = num_workers
         self._runner = asyncio.Runner()
         self._engine: VllmEngine | None = None
         super().__init__(self._runner.run, range(2, 14, 5))
@@ -146,7 +150,12 @@ class VllmSubject(Subject):
     async def engine(self, num_slots: int = 64) -> InferenceEngine:
         if self._engine is None:
             self._engine = VllmEngine(
-                model(self.architecture), VllmInference(), num_slots=128, device=CPU, dtype=torch.float32, num_threads=1
+                model(self.architecture),
+                VllmInference(tensor_parallel=self.num_workers),
+                num_slots=128,
+                device=CPU,
+                dtype=torch.float32,
+                num_threads=1,
             )
         self._engine._num_slots = num_slots
         await adopt(self._engine, update(0, seed=0, architecture=self.architecture), InFlight.FINISH)
@@ -155,9 +164,9 @@ class VllmSubject(Subject):
     async def settled(self, served: InferenceEngine, steps: int) -> None:
         assert isinstance(served, VllmEngine)
         await served._llm.collective_rpc("slow_down", args=(SLOW_STEP_S,))
-        (before,) = await served._llm.collective_rpc("count_steps")
+        before, *_ = await served._llm.collective_rpc("count_steps")
         while served._running:
-            (now,) = await served._llm.collective_rpc("count_steps")
+            now, *_ = await served._llm.collective_rpc("count_steps")
             if now - before >= steps:
                 break
         await served._llm.collective_rpc("slow_down", args=(0.0,))
@@ -179,6 +188,8 @@ def vllm_subjects() -> Iterator[dict[str, VllmSubject]]:
     subjects = {
         "vllm": VllmSubject(Architecture.QWEN3),
         "vllm moe": VllmSubject(Architecture.QWEN3_MOE),
+        "vllm of 2 workers": VllmSubject(Architecture.QWEN3, num_workers=2),
+        "vllm moe of 2 workers": VllmSubject(Architecture.QWEN3_MOE, num_workers=2),
     }
     yield subjects
     for one in subjects.values():
@@ -190,7 +201,9 @@ def subject(request: pytest.FixtureRequest, vllm_subjects: dict[str, VllmSubject
     return {"torch": TorchSubject(), "rehearsal": RehearsalSubject(), **vllm_subjects}[request.param]
 
 
-@pytest.fixture(params=["torch", "torch moe", "torch llama", "vllm", "vllm moe"])
+@pytest.fixture(
+    params=["torch", "torch moe", "torch llama", "vllm", "vllm moe", "vllm of 2 workers", "vllm moe of 2 workers"]
+)
 def model_subject(request: pytest.FixtureRequest, vllm_subjects: dict[str, VllmSubject]) -> TorchSubject | VllmSubject:
     return {
         "torch": TorchSubject(),
@@ -620,30 +633,87 @@ def served_by_vllm(served: InferenceEngine) -> bool:
     return isinstance(served, VllmEngine)
 
 
-def test_a_lost_bucket_is_named(model_subject):
-    watch = Watch(1)
-    buckets = list(pack(watch.over(weights(7, model_subject.architecture)), bucket_bytes=10_000))
-    lost = buckets.pop(len(buckets) // 2)
+@pytest.fixture(params=["torch", "vllm", "vllm of 2 workers"])
+def routed_subject(request: pytest.FixtureRequest, vllm_subjects: dict[str, VllmSubject]) -> TorchSubject | VllmSubject:
+    return {"torch": TorchSubject(), **vllm_subjects}[request.param]
+
+
+@pytest.fixture(params=ROUTES)
+def route(request: pytest.FixtureRequest, routed_subject: TorchSubject | VllmSubject, tmp_path: Path) -> Route:
+    """Ways to that engine."""
+    return ROUTES[request.param](tmp_path, routed_subject.num_workers)
+
+
+def test_by_every_route_come_the_weights_that_were_sent(routed_subject, route):
+    asked, architecture = requests(8), routed_subject.architecture
+
+    async def by_route() -> list[Completion]:
+        served = await routed_subject.engine()
+        for version in (1, 2):
+            sent = weights(version, architecture)
+            await route.deliver(served, Parcel(version, sent, promised=sent))
+        return await generate_all(served, asked)
+
+    async def at_once() -> list[Completion]:
+        served = await routed_subject.engine()
+        await adopt(served, update(2, seed=2, architecture=architecture), InFlight.FINISH)
+        return await generate_all(served, asked)
+
+    assert routed_subject.run(by_route()) == routed_subject.run(at_once())
+
+
+def test_by_every_route_a_permuted_tensor_is_refused_by_name(routed_subject, route):
+    whole = uneven(routed_subject.architecture)
+    name = Parcel(2, whole, whole).check.samples[0].name
 
     async def refused() -> None:
-        served = await model_subject.engine()
-        with pytest.raises(WeightsMismatch, match=f"weights version 1 lacks .*{lost.entries[0].name}"):
-            await adopt(served, WeightsUpdate(1, unpack(buckets), watch.check), InFlight.FINISH)
+        served = await routed_subject.engine()
+        await route.deliver(served, Parcel(1, whole, promised=whole))
+        with pytest.raises(WeightsMismatch, match=f"weights version 2 differs .*{name}"):
+            await route.deliver(served, Parcel(2, permuted(whole, name), promised=whole))
 
-    model_subject.run(refused())
+    routed_subject.run(refused())
 
 
-def test_an_old_version_under_a_new_number_is_refused(model_subject):
-    old, new = weights(7, model_subject.architecture), weights(8, model_subject.architecture)
-    watch = Watch(2)
-    list(watch.over(new))
+def test_by_every_route_a_lost_bucket_is_named(routed_subject, route):
+    whole = weights(7, routed_subject.architecture)
+    lost, _ = whole[len(whole) // 2]
 
     async def refused() -> None:
-        served = await model_subject.engine()
+        served = await routed_subject.engine()
+        with pytest.raises(WeightsMismatch, match=f"weights version 1 lacks .*{lost}"):
+            await route.deliver(served, Parcel(1, whole, promised=whole, lost=lost))
+
+    routed_subject.run(refused())
+
+
+def test_by_every_route_an_old_version_under_a_new_number_is_refused(routed_subject, route):
+    old, new = weights(7, routed_subject.architecture), weights(8, routed_subject.architecture)
+
+    async def refused() -> None:
+        served = await routed_subject.engine()
+        await route.deliver(served, Parcel(1, old, promised=old))
         with pytest.raises(WeightsMismatch, match="weights version 2 differs from the trainer's: "):
-            await adopt(served, WeightsUpdate(2, old, watch.check), InFlight.FINISH)
+            await route.deliver(served, Parcel(2, old, promised=new))
 
-    model_subject.run(refused())
+    routed_subject.run(refused())
+
+
+def test_an_update_that_broke_off_is_made_again_from_its_beginning(model_subject):
+    """Half of a layer's tensors are there when the next update begins."""
+    architecture, asked = model_subject.architecture, requests(8)
+
+    async def tokens(breaks: bool) -> list[tuple[int, ...]]:
+        served = await model_subject.engine()
+        if breaks:
+            buckets = list(pack(weights(2, architecture), bucket_bytes=1))  # a tensor each
+            await served.begin_update(InFlight.FINISH)
+            for bucket in buckets[: len(buckets) // 2]:
+                await served.load(bucket)
+        await adopt(served, update(3, 3, architecture), InFlight.FINISH)
+        return [c.token_ids for c in await generate_all(served, asked)]
+
+    assert model_subject.run(tokens(breaks=True)) == model_subject.run(tokens(breaks=False))
 
 
 def test_a_request_that_cannot_fit_is_refused_by_name(model_subject):

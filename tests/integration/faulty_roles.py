@@ -4,12 +4,13 @@ FAULTS is "none" or classes below, with commas between them, whose roles they ta
 are bound to an iteration or a leg, never to a time.
 """
 
+import asyncio
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flows import cli, control_plane
 from roll_core.inference.requests import Completion, GenerationRequest
@@ -20,6 +21,10 @@ from roll_core.roles.trainer_rank import TrainerRank
 from roll_core.types.manifest import Collected, LegEnded, Updated
 from roll_core.types.refs import RunRef
 from roll_core.types.trajectory import Problem, Score, Trajectory
+
+if TYPE_CHECKING:
+    from roll_core.weights.broadcast import Meeting
+    from roll_core.weights.buckets import BroadcastBucket
 
 FAULTS, GENERATED = "ROLL_TEST_FAULTS", "ROLL_TEST_GENERATED"
 """What is to fail, and the file that seeds of generated attempts are added to, in the environment of legs and roles."""
@@ -44,18 +49,40 @@ class DyingEngine(NotingEngine):
 
     async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
         self._collects += any(request.temperature > 0 for request in requests)
-        is_victim = self._collects == 2 and requests[0].temperature > 0 and self._is_first()
+        is_victim = self._collects == 2 and requests[0].temperature > 0 and is_first("victim")
         async for completions in super().generate(requests):
             if is_victim:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield completions
 
-    def _is_first(self) -> bool:
-        try:
-            Path(os.environ[GENERATED]).with_name("victim").touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        return True
+
+class UnreliableReceiver(NotingEngine):
+    """One of two is killed while it is sent the weights of iteration 1; when they meet again, the other does not come."""
+
+    async def start(self) -> None:
+        await super().start()
+        self._loads = self._joins = 0
+
+    async def join(self, meeting: "Meeting", rank: int) -> None:
+        self._joins += 1
+        if self._joins == 2 and is_first("absent"):
+            await asyncio.Event().wait()
+        await super().join(meeting, rank)
+
+    async def load(self, bucket: "BroadcastBucket") -> int:
+        self._loads += 1
+        if self._loads == 3 and is_first("killed"):  # a run publishes version 0 twice
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().load(bucket)
+
+
+def is_first(what: str) -> bool:
+    """Of all roles that ask."""
+    try:
+        Path(os.environ[GENERATED]).with_name(what).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 class AbsentReward(RewardRole):
@@ -87,7 +114,9 @@ def run_faulty_leg(run: RunRef, leg: int, context: dict[str, Any], launcher_pid:
     from flows.train_leg import run_train_leg
 
     faults = os.environ[FAULTS].split(",")
-    workforce.EngineRole = DyingEngine if "DyingEngine" in faults and leg == 1 else NotingEngine
+    engines = {"DyingEngine": DyingEngine, "UnreliableReceiver": UnreliableReceiver}
+    wanted = [engine for fault, engine in engines.items() if fault in faults and leg == 1]
+    workforce.EngineRole = wanted[0] if wanted else NotingEngine
     if "AbsentReward" in faults and leg == 1:
         workforce.RewardRole = AbsentReward
     if "FailingTrainer" in faults:

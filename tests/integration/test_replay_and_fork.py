@@ -97,7 +97,7 @@ def weights_in(folder: Path) -> dict[str, str]:
 
 def test_checkpoints_are_those_of_the_policy_and_their_files_are_gone(parent):
     assert [checkpoint.iteration for checkpoint in parent.checkpoints()] == [0, 2, 4]
-    assert objects(parent) == needed_objects(parent.store)
+    assert objects(parent) == needed_objects(parent.store, 0.0)
 
 
 def test_gc_says_what_it_would_remove_removes_it_and_then_finds_nothing(parent):
@@ -109,7 +109,7 @@ def test_gc_says_what_it_would_remove_removes_it_and_then_finds_nothing(parent):
     assert parent.store.get(lost) == b"nobody's"
     done = parent.roll("gc")
     assert "1 objects" in done.stdout, done.stdout
-    assert objects(parent) == needed_objects(parent.store)
+    assert objects(parent) == needed_objects(parent.store, 0.0)
     assert parent.roll("gc").stdout.startswith("0 objects")
 
 

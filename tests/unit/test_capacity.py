@@ -197,6 +197,18 @@ def test_the_grid_splits_the_devices_where_trainer_and_engines_are_apart(tmp_pat
     assert rows[0].overrides[0] == "placement.trainer=0-2", "training is most of the time here"
 
 
+def test_the_grid_gives_engines_of_several_devices_whole_groups(tmp_path):
+    config = tiny_config(
+        tmp_path,
+        cluster={"devices_per_node": 4},
+        placement={"trainer": [0, 1], "engines": [2, 3]},
+        inference={"kind": "vllm", "tensor_parallel": 2},
+        rollout=ROLLOUT,
+    )
+    rows = recommend(config, models(), SampledWorkload(10, 0.0, 20), num_iterations=1)
+    assert {row.overrides[:2] for row in rows} == {("placement.trainer=0-1", "placement.engines=2-3")}
+
+
 # -------------------------------------------------------------------------------------------------- fitting
 def timings_of(prediction: Prediction) -> list[dict[str, float]]:
     """What the manifests of a simulated run would say."""

@@ -168,7 +168,7 @@ def test_a_thousand_slots_cost_one_timer_each():
 
 def test_the_engine_role_rehearses_where_the_config_says_so(tmp_path):
     async def generate() -> list[float]:
-        role = EngineRole(tiny_config(tmp_path, inference=latency().model_dump()))
+        role = EngineRole(tiny_config(tmp_path, inference=latency().model_dump()), f"file://{tmp_path}")
         await role.start()
         return [asyncio.get_running_loop().time() async for _ in role.generate([request(0), request(1)])]
 
