@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SIMULATED_ITERATIONS = 6
 DEFAULT_STORE = "roll-data/store"
+DEFAULT_NIGHTLY = "configs/nightly.yaml"
 INTERRUPTED = 130
 DIFFERENT = 1
 
@@ -124,6 +125,18 @@ def build_parser() -> argparse.ArgumentParser:
     )
     chaos.add_argument("--seed", type=int, default=0, help="of the drawing of kill points")
     chaos.set_defaults(command=chaos_command)
+
+    nightly = commands.add_parser(
+        "nightly", help="train the reference runs and compare them with those accepted before; 0: none is worse"
+    )
+    nightly.add_argument("config", metavar="CONFIG", nargs="?", default=DEFAULT_NIGHTLY, help=f"default: {DEFAULT_NIGHTLY}")
+    nightly.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="for all of them")
+    nightly.add_argument(
+        "--accept",
+        metavar="RUN",
+        help="train nothing; take a rejected run for what later ones are compared with from now on",
+    )
+    nightly.set_defaults(command=nightly_command)
 
     up = commands.add_parser("up", help="start a Prefect server, a worker with the deployments, and the MLflow page")
     up.add_argument("--prefect-port", type=int, default=4200)
@@ -410,6 +423,38 @@ def chaos_command(options: argparse.Namespace) -> int:
         print(line)
     print(sentence(broken))
     return DIFFERENT if trouble(broken) else 0
+
+
+def nightly_command(options: argparse.Namespace) -> int:
+    from flows.control_plane import prefect_api
+    from roll_core.config.load import load_config, load_nightly
+    from roll_core.reporting.regression import sentence
+
+    plan = load_nightly(options.config)
+    configs = [load_config(r.config, [*r.overrides, *options.overrides]) for r in plan.references]
+    if options.accept:
+        return _accept(options.accept, configs)
+    with prefect_api(Path(configs[0].work_dir)):
+        from flows.nightly import nightly
+
+        for verdict in nightly(options.config, options.overrides):
+            print(sentence(verdict))
+    return 0
+
+
+def _accept(run_id: str, configs: "list[RunConfig]") -> int:
+    from roll_core.store.object_store import ObjectStore
+    from roll_core.store.runs import find_run
+    from tasks.nightly import open_baselines
+
+    name = run_id.rpartition("-")[0]
+    config = next((config for config in configs if config.name == name), None)
+    if config is None:
+        known = ", ".join(config.name for config in configs)
+        raise UserError(f"--accept: {run_id} is no run of a reference; they are runs of: {known}")
+    open_baselines(config).begin_anew(find_run(ObjectStore(config.store.uri), run_id, "--accept"))
+    print(f"{run_id} is accepted; later runs of {name} are compared with it and with what follows it")
+    return 0
 
 
 def up_command(options: argparse.Namespace) -> int:

@@ -98,6 +98,10 @@ class LegFailed(RollError):
     """A leg ended without finishing the run; what was committed stays and can be resumed."""
 
 
+class RegressionFound(RollError):
+    """A reference run is worse than those that were accepted before it; the message says in what."""
+
+
 ABOUT_THE_REQUEST = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 """Errors of the operating system that asking again does not change."""
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from roll_core.config.run import RunConfig
 from roll_core.errors import IterationTaken
+from roll_core.provenance import library_versions, machine_kind
 from roll_core.reporting.stage_log import StageLog
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.runs import read_config, store_of
-from roll_core.tracking.tracker import Tracker
+from roll_core.tracking.tracker import MACHINE_TAG, VERSIONS_TAG, Tracker
 from roll_core.types.refs import RunRef
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def open_services(run: RunRef, leg: int) -> Iterator[Services]:
     with _lease(run, config), tracking(run, config) as tracker:
         _clear_scratch(run_dir(run, config))
         with Fleet(run, config, leg_dir) as fleet:
-            tracker.set_tags({"roll.leg": str(leg)})
+            tracker.set_tags({"roll.leg": str(leg), MACHINE_TAG: machine_kind(), VERSIONS_TAG: library_versions()})
             settle()
             yield Services(run, config, leg, store_of(run), fleet, tracker, StageLog(leg_dir))
 
