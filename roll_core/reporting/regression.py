@@ -72,7 +72,11 @@ def judge(measured: Measured, accepted: Sequence[Measured], reference: Reference
         reference=measured.reference,
         run_id=measured.run_id,
         comparisons=tuple(comparisons),
-        defects=(*_below_fixed_limits(measured, reference), *_unrepeated(measured, accepted, reference)),
+        defects=(
+            *(f"{name} is {value}" for name, value in measured.quantities.items() if not math.isfinite(value)),
+            *_below_fixed_limits(measured, reference),
+            *_unrepeated(measured, accepted, reference),
+        ),
         remarks=tuple(_changes(measured, accepted[-1])) if accepted else ("the first run of this reference",),
     )
 

@@ -79,7 +79,7 @@ def test_what_is_missing_or_not_a_number_is_worse(value):
 def test_the_first_run_has_nothing_to_be_compared_with_but_fixed_limits():
     assert not verdict_on(night(1), []).is_regression
     assert verdict_on(night(1, accuracy_last=0.80), []).reasons == ("accuracy/last is 0.8, at least 0.85 is expected",)
-    assert verdict_on(night(1, accuracy_last=math.nan), []).is_regression
+    assert verdict_on(night(1, reward_last=math.nan), []).reasons == ("reward/last is nan",)
 
 
 def test_learning_is_judged_from_the_second_run_on_and_speed_from_the_sixth():
