@@ -61,6 +61,20 @@ class RoleDied(RollError):
     failure = FailureClass.TRANSIENT
 
 
+class NodeUnfit(RollError):
+    """Nodes of a leg are not fit for roles. It is about them, not about the run: the next leg may do without them."""
+
+    failure = FailureClass.TRANSIENT
+
+    def __init__(self, reasons: dict[str, str]):
+        """Example: NodeUnfit({"gpu-017": "/tmp has 0.2 GB left"})"""
+        super().__init__("; ".join(f"node {node}: {reason}" for node, reason in reasons.items()))
+        self.reasons = reasons
+
+    def __reduce__(self):
+        return (type(self), (self.reasons,))
+
+
 class WeightsMismatch(RollError):
     """What an engine took over is not what the trainer published; it does not serve."""
 

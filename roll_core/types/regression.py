@@ -8,7 +8,7 @@ from enum import StrEnum
 from roll_core.types.manifest import Metrics
 from roll_core.types.refs import Record
 
-NOT_LEARNED_FROM = ("store.", "tracking.", "work_dir", "legs.", "deadlines.", "retries.")
+NOT_LEARNED_FROM = ("store.", "tracking.", "work_dir", "legs.", "nodes.", "deadlines.", "retries.")
 
 
 class Origin(Record):

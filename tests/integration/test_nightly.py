@@ -14,21 +14,10 @@ from flows.control_plane import prefect_api
 from roll_core.config.services import TrackingConfig
 from roll_core.tracking.baselines import Baselines
 from tests.integration.conftest import Workspace
-from tests.support import ROOT
 
-REFERENCE = f"""
-extends: {ROOT}/configs/clusters/laptop.yaml
-name: small
-iterations: 3
-model: {{kind: scratch, max_positions: 32}}
-problems: {{kind: arithmetic, puzzle: sort, digits: 3}}
-reward: {{kind: exact_match, partial_credit: 0.5}}
-warm_start: {{steps: 60}}
-rollout: {{num_groups: 16, group_size: 8, max_new_tokens: 5}}
-training: {{optimizer: {{learning_rate: 1.0e-3}}}}
-evaluation: {{every: 3, num_problems: 64}}
-checkpoint: {{every: 3, export_at_end: false}}
-"""
+PLAN = (
+    "references: [{config: tiny.yaml, overrides: [warm_start.steps=60, rollout.num_groups=16, evaluation.num_problems=64]}]"
+)
 PLANTED = "warm_start.steps=1"
 
 
@@ -36,8 +25,7 @@ class Nights:
     """Three nights of one reference, the last with a policy that has hardly seen an answer."""
 
     def __init__(self, workspace: Workspace):
-        (workspace.folder / "small.yaml").write_text(REFERENCE)
-        (workspace.folder / "nightly.yaml").write_text("references: [{config: small.yaml}]")
+        (workspace.folder / "nightly.yaml").write_text(PLAN)
         self.workspace = workspace
         self.first = workspace.roll("nightly", "nightly.yaml")
         self.second = workspace.roll("nightly", "nightly.yaml")
@@ -45,7 +33,7 @@ class Nights:
         self.tracking = TrackingConfig(uri=f"sqlite:///{workspace.folder}/roll-data/mlflow.db")
 
     def accepted(self) -> list[str]:
-        return [run.run_id for run in Baselines(self.tracking).accepted("small")]
+        return [run.run_id for run in Baselines(self.tracking).accepted("tiny")]
 
     def in_mlflow(self) -> dict[str, Run]:
         client = MlflowClient(self.tracking.uri)
@@ -82,35 +70,47 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
 
 def test_the_first_run_and_one_that_equals_it_are_accepted(nights):
     assert nights.first.returncode == 0, nights.first.stdout
-    assert "small-1: accepted; 0 comparisons, none worse; the first run of this reference" in said(nights.first)
+    assert "tiny-1: accepted; 0 comparisons, none worse; the first run of this reference" in said(nights.first)
     assert nights.second.returncode == 0, nights.second.stdout
-    assert "small-2: accepted; 4 comparisons, none worse; the weights of small-1, to the bit" in said(nights.second)
+    assert "tiny-2: accepted; 4 comparisons, none worse; the weights of tiny-1, to the bit" in said(nights.second)
 
 
 def test_a_run_that_learns_worse_is_named_with_what_is_worse_and_fails(nights):
     assert nights.third.returncode == 1, nights.third.stdout
-    assert "small-3: regression: " in said(nights.third)
+    assert "tiny-3: regression: " in said(nights.third)
     assert "reward/last is " in said(nights.third)
 
 
 def test_a_rejected_run_is_no_baseline_until_somebody_says_so(nights):
-    assert nights.accepted() == ["small-1", "small-2"]
-    accepted = nights.workspace.roll("nightly", "nightly.yaml", "--accept", "small-3")
+    assert nights.accepted() == ["tiny-1", "tiny-2"]
+    accepted = nights.workspace.roll("nightly", "nightly.yaml", "--accept", "tiny-3")
     assert accepted.returncode == 0, accepted.stdout
-    assert nights.accepted() == ["small-3"], "from now on runs are compared with this one"
+    assert nights.accepted() == ["tiny-3"], "from now on runs are compared with this one"
 
 
 def test_verdict_and_reasons_are_on_the_run_in_mlflow(nights):
     runs = nights.in_mlflow()
-    assert runs["small-2"].data.tags["roll.nightly.verdict"] == "accepted"
-    assert runs["small-2"].data.tags["roll.nightly.reasons"] == "none"
-    assert "reward/last is " in runs["small-3"].data.tags["roll.nightly.reasons"]
-    assert runs["small-3"].data.metrics["nightly/reward/last"] < runs["small-2"].data.metrics["nightly/reward/last"] - 0.05
+    assert runs["tiny-2"].data.tags["roll.nightly.verdict"] == "accepted"
+    assert runs["tiny-2"].data.tags["roll.nightly.reasons"] == "none"
+    assert "reward/last is " in runs["tiny-3"].data.tags["roll.nightly.reasons"]
+    assert runs["tiny-3"].data.metrics["nightly/reward/last"] < runs["tiny-2"].data.metrics["nightly/reward/last"] - 0.05
     assert {run.info.status for run in runs.values()} == {"FINISHED"}
+
+
+def test_every_second_of_a_leg_is_accounted_for(nights):
+    shown = nights.workspace.roll("show", "tiny-1").stdout.splitlines()
+    [header] = [number for number, line in enumerate(shown) if line.startswith("leg  iterations")]
+    leg, num_committed, *seconds, share = shown[header + 1].split()
+    useful, lost, starting, _, _, down = map(float, seconds)
+    assert (leg, num_committed, lost, down) == ("1", "4", 0.0, 0.0)
+    assert min(useful, starting) > 0.0
+    assert 0 < int(share.rstrip("%")) < 100
+    assert nights.in_mlflow()["tiny-1"].data.metrics["goodput/lost_seconds"] == 0.0
 
 
 def test_every_night_has_a_page_on_the_prefect_server(nights):
     states, pages = asyncio.run(on_the_server(nights.workspace.environment["PREFECT_API_URL"]))
     assert states == ["Completed", "Completed", "Failed"]
     assert ["accepted" in page.splitlines()[0] for page in pages] == [True, True, False]
+    assert "->" not in pages[1], "what MLflow gives back of settings and origin is what was noted"
     assert "- warm_start.steps: 60 -> 1" in pages[-1].splitlines()
