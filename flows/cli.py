@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import logging
 import shutil
 import sys
 import uuid
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 SIMULATED_ITERATIONS = 6
 DEFAULT_STORE = "roll-data/store"
+DEFAULT_NIGHTLY = "configs/nightly.yaml"
 INTERRUPTED = 130
 DIFFERENT = 1
 
@@ -101,7 +103,11 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("run", metavar="RUN")
     show.set_defaults(command=show_command)
 
-    for command in (simulate, resume, replay, fork, export, gc, runs, show):
+    nodes = commands.add_parser("nodes", help="nodes that failed, and which of them later legs leave out")
+    nodes.add_argument("--clear", nargs="+", default=[], metavar="NODE", help="forget the failures of these")
+    nodes.set_defaults(command=nodes_command)
+
+    for command in (simulate, resume, replay, fork, export, gc, runs, show, nodes):
         command.add_argument("--store", default=DEFAULT_STORE, help=f"where runs are kept (default: {DEFAULT_STORE})")
 
     models = commands.add_parser("models", help="real models to train: import one, list those that are there")
@@ -124,6 +130,18 @@ def build_parser() -> argparse.ArgumentParser:
     )
     chaos.add_argument("--seed", type=int, default=0, help="of the drawing of kill points")
     chaos.set_defaults(command=chaos_command)
+
+    nightly = commands.add_parser(
+        "nightly", help="train the reference runs and compare them with those accepted before; 0: none is worse"
+    )
+    nightly.add_argument("config", metavar="CONFIG", nargs="?", default=DEFAULT_NIGHTLY, help=f"default: {DEFAULT_NIGHTLY}")
+    nightly.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="for all of them")
+    nightly.add_argument(
+        "--accept",
+        metavar="RUN",
+        help="train nothing; take a rejected run for what later ones are compared with from now on",
+    )
+    nightly.set_defaults(command=nightly_command)
 
     up = commands.add_parser("up", help="start a Prefect server, a worker with the deployments, and the MLflow page")
     up.add_argument("--prefect-port", type=int, default=4200)
@@ -371,6 +389,8 @@ def show_command(options: argparse.Namespace) -> int:
     from flows.terminal import HEADER, iteration_row
     from roll_core.config.load import absolute_uri
     from roll_core.data.ledger import totals
+    from roll_core.reporting.goodput import commits_in_chain, leg_histories, leg_rows
+    from roll_core.reporting.stage_log import read_stages_by_leg
     from roll_core.store.fork import lineage
     from roll_core.store.object_store import ObjectStore
     from roll_core.store.runs import find_run, read_chain, read_config
@@ -388,9 +408,39 @@ def show_command(options: argparse.Namespace) -> int:
     config = read_config(run)
     for ancestor in lineage(store, config):
         console.print(f"forked   {ancestor.run_id}@{ancestor.iteration}: {', '.join(ancestor.changes)}", highlight=False)
+    histories = leg_histories(read_stages_by_leg(Path(config.work_dir) / run.run_id), commits_in_chain(chain))
+    for row in leg_rows(histories) if histories else ():
+        console.print(row, highlight=False, soft_wrap=True)
     if drawn := totals(chain):
         console.print(f"problems {drawn}", highlight=False)
     _say_where_to_look(console, run, config, summary_of(run.run_id, chain))
+    return 0
+
+
+def nodes_command(options: argparse.Namespace) -> int:
+    from datetime import UTC, datetime
+
+    from roll_core.config.load import absolute_uri
+    from roll_core.config.nodes import NodesConfig
+    from roll_core.store.nodes import clear_failures, excluded_nodes, read_failures
+    from roll_core.store.object_store import ObjectStore
+
+    store = ObjectStore(absolute_uri(options.store))
+    known = read_failures(store)
+    if options.clear:
+        if unknown := sorted(set(options.clear) - known.keys()):
+            raise UserError(f"--clear: nothing is known of {', '.join(unknown)}; known nodes: {', '.join(known) or 'none'}")
+        print(f"{clear_failures(store, options.clear)} failures of {', '.join(options.clear)}: forgotten")
+        return 0
+    if not known:
+        print(f"no failures of nodes in {store.uri}")
+    policy = NodesConfig()
+    excluded = excluded_nodes(store, policy, datetime.now(UTC))
+    for node, failures in known.items():
+        left_out = f"left out ({policy.failures} or more in {policy.window_hours:g} hours)" if node in excluded else "in use"
+        print(f"{node:<24} {len(failures)} failures, {left_out}")
+        for failure in failures:
+            print(f"  {failure.at:%Y-%m-%d %H:%M}  {failure.run_id} leg {failure.leg}: {failure.reason}")
     return 0
 
 
@@ -410,6 +460,42 @@ def chaos_command(options: argparse.Namespace) -> int:
         print(line)
     print(sentence(broken))
     return DIFFERENT if trouble(broken) else 0
+
+
+def nightly_command(options: argparse.Namespace) -> int:
+    from flows.control_plane import prefect_api
+    from roll_core.config.load import load_config, load_nightly
+    from roll_core.reporting.progress import PROGRESS
+    from roll_core.reporting.regression import sentence
+
+    plan = load_nightly(options.config)
+    configs = [load_config(r.config, [*r.overrides, *options.overrides]) for r in plan.references]
+    if options.accept:
+        return _accept(options.accept, configs)
+    progress = logging.getLogger(PROGRESS)
+    progress.setLevel(logging.INFO)
+    progress.addHandler(logging.StreamHandler(sys.stdout))
+    with prefect_api(Path(configs[0].work_dir)):
+        from flows.nightly import nightly
+
+        for verdict in nightly(options.config, options.overrides):
+            print(sentence(verdict))
+    return 0
+
+
+def _accept(run_id: str, configs: "list[RunConfig]") -> int:
+    from roll_core.store.object_store import ObjectStore
+    from roll_core.store.runs import find_run
+    from tasks.nightly import open_baselines
+
+    name = run_id.rpartition("-")[0]
+    config = next((config for config in configs if config.name == name), None)
+    if config is None:
+        known = ", ".join(config.name for config in configs)
+        raise UserError(f"--accept: {run_id} is no run of a reference; they are runs of: {known}")
+    open_baselines(config).begin_anew(find_run(ObjectStore(config.store.uri), run_id, "--accept"))
+    print(f"{run_id} is accepted; later runs of {name} are compared with it and with what follows it")
+    return 0
 
 
 def up_command(options: argparse.Namespace) -> int:

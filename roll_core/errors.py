@@ -61,6 +61,20 @@ class RoleDied(RollError):
     failure = FailureClass.TRANSIENT
 
 
+class NodeUnfit(RollError):
+    """Nodes of a leg are not fit for roles. It is about them, not about the run: the next leg may do without them."""
+
+    failure = FailureClass.TRANSIENT
+
+    def __init__(self, reasons: dict[str, str]):
+        """Example: NodeUnfit({"gpu-017": "/tmp has 0.2 GB left"})"""
+        super().__init__("; ".join(f"node {node}: {reason}" for node, reason in reasons.items()))
+        self.reasons = reasons
+
+    def __reduce__(self):
+        return (type(self), (self.reasons,))
+
+
 class WeightsMismatch(RollError):
     """What an engine took over is not what the trainer published; it does not serve."""
 
@@ -102,6 +116,10 @@ class RewardError(RollError):
 
 class LegFailed(RollError):
     """A leg ended without finishing the run; what was committed stays and can be resumed."""
+
+
+class RegressionFound(RollError):
+    """A reference run is worse than those that were accepted before it; the message says in what."""
 
 
 ABOUT_THE_REQUEST = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)

@@ -5,15 +5,19 @@ import fcntl
 import shutil
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_core.config.run import RunConfig
-from roll_core.errors import IterationTaken
+from roll_core.errors import IterationTaken, NodeUnfit
+from roll_core.provenance import library_versions, machine_kind
+from roll_core.reporting.goodput import START
 from roll_core.reporting.stage_log import StageLog
+from roll_core.store.nodes import NodeFailure, note_failure
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.runs import read_config, store_of
-from roll_core.tracking.tracker import Tracker
+from roll_core.tracking.tracker import MACHINE_TAG, VERSIONS_TAG, Tracker
 from roll_core.types.refs import RunRef
 
 if TYPE_CHECKING:
@@ -55,10 +59,25 @@ def open_services(run: RunRef, leg: int) -> Iterator[Services]:
     leg_dir.mkdir(parents=True, exist_ok=True)
     with _lease(run, config), tracking(run, config) as tracker:
         _clear_scratch(run_dir(run, config))
-        with Fleet(run, config, leg_dir) as fleet:
-            tracker.set_tags({"roll.leg": str(leg)})
+        stage_log = StageLog(leg_dir)
+        with contextlib.ExitStack() as stack:
+            with stage_log.stage(START), _remembering_unfit_nodes(run, leg):
+                fleet = stack.enter_context(Fleet(run, config, leg_dir))
+            tracker.set_tags({"roll.leg": str(leg), MACHINE_TAG: machine_kind(), VERSIONS_TAG: library_versions()})
             settle()
-            yield Services(run, config, leg, store_of(run), fleet, tracker, StageLog(leg_dir))
+            yield Services(run, config, leg, store_of(run), fleet, tracker, stage_log)
+
+
+@contextlib.contextmanager
+def _remembering_unfit_nodes(run: RunRef, leg: int) -> Iterator[None]:
+    """What was found wrong with nodes counts against them, for all runs."""
+    try:
+        yield
+    except NodeUnfit as error:
+        for node, reason in error.reasons.items():
+            failure = NodeFailure(node=node, reason=reason, run_id=run.run_id, leg=leg, at=datetime.now(UTC))
+            note_failure(store_of(run), failure)
+        raise
 
 
 def _clear_scratch(folder: Path) -> None:

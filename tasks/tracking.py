@@ -5,9 +5,11 @@ import json
 from datetime import datetime
 
 from roll_core.errors import ArtifactDamaged
+from roll_core.reporting.goodput import commits_in_logs, goodput_metrics, leg_histories
+from roll_core.reporting.stage_log import read_stages_by_leg
 from roll_core.store.rollouts import decode_trajectories
 from roll_core.types.manifest import Evaluated, Manifest
-from tasks.services import Services
+from tasks.services import Services, run_dir
 from tasks.timeline import draw_timeline
 
 
@@ -26,12 +28,22 @@ def track(manifest: Manifest, services: Services) -> None:
     tracker.log_metrics(manifest.iteration, manifest.metrics | timings, datetime.fromisoformat(manifest.committed_at))
     tracker.log_artifact(f"manifests/{manifest.iteration:08d}.json", manifest.model_dump_json(indent=1).encode())
     if manifest.evaluated:
+        track_goodput(manifest, services)
         # A sample that cannot be read for the tracker must not end a run.
         with contextlib.suppress(OSError, ArtifactDamaged):
             sample = _readable_sample(manifest.evaluated, services)
             tracker.log_artifact(f"trajectories/{manifest.iteration:08d}.jsonl", sample)
             if manifest.collected:
                 tracker.log_artifact(f"timeline/{manifest.iteration:08d}.html", draw_timeline(manifest, services))
+
+
+def track_goodput(manifest: Manifest, services: Services) -> None:
+    """Where the time of all legs went so far, as far as their logs are here."""
+    with contextlib.suppress(OSError, ValueError):
+        events = read_stages_by_leg(run_dir(services.run, services.config))
+        committed_by = commits_in_logs(events) | {manifest.iteration: manifest.leg}  # whose commit has not ended yet
+        metrics = goodput_metrics(leg_histories(events, committed_by))
+        services.tracker.log_metrics(manifest.iteration, metrics, datetime.fromisoformat(manifest.committed_at))
 
 
 def _readable_sample(evaluated: Evaluated, services: Services) -> bytes:

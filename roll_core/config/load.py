@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from roll_core.config.algorithm import Distillation
 from roll_core.config.model import PretrainedModel
+from roll_core.config.nightly import NightlyConfig
 from roll_core.config.problems import FiledProblems
 from roll_core.config.run import RunConfig
 from roll_core.config.teachers import PretrainedTeacher, TeacherConfig
@@ -31,6 +32,18 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     return validate_config(tree, str(path))
 
 
+def load_nightly(path: str | Path) -> NightlyConfig:
+    """Read what is trained every night; its run files are named relative to it."""
+    tree = _read_tree(Path(path), ())
+    try:
+        config = NightlyConfig.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(f"{path}: {_explain(error, NightlyConfig)}") from None
+    folder = Path(path).resolve().parent
+    absolute = [r.model_copy(update={"config": str(folder / r.config)}) for r in config.references]
+    return config.model_copy(update={"references": tuple(absolute)})
+
+
 def changed_config(config: RunConfig, overrides: Iterable[str], source: str) -> RunConfig:
     """A config with `a.b=value` overrides applied in order."""
     tree = config.model_dump(mode="json")
@@ -44,7 +57,7 @@ def validate_config(tree: Tree, source: str) -> RunConfig:
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise UserError(f"{source}: {_explain(error)}") from None
+        raise UserError(f"{source}: {_explain(error, RunConfig)}") from None
     return _with_absolute_paths(config)
 
 
@@ -115,12 +128,12 @@ def _number_or_text(text: str) -> float | str:
         return text
 
 
-def _explain(error: ValidationError) -> str:
+def _explain(error: ValidationError, root: type[BaseModel]) -> str:
     """One sentence for the first thing that is wrong. A typo explains a missing key, so it goes first."""
     first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     rest = error.error_count() - 1
     more = f" (and {rest} more)" if rest else ""
-    section, key = _locate(first["loc"])
+    section, key = _locate(first["loc"], root)
     dotted = ".".join(key)
     match first["type"]:
         case "extra_forbidden":
@@ -138,9 +151,9 @@ def _explain(error: ValidationError) -> str:
             return f"{dotted} is {first['input']!r}, but {message}{more}"
 
 
-def _locate(loc: tuple[int | str, ...]) -> tuple[type[BaseModel], list[str]]:
+def _locate(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[type[BaseModel], list[str]]:
     """The section an error is in, and its key path without the union tags pydantic puts in between."""
-    section: type[BaseModel] = RunConfig
+    section = root
     key: list[str] = []
     variants: dict[str, type[BaseModel]] = {}
     names_a_member = False

@@ -9,6 +9,7 @@ from roll_core.config.algorithm import AlgorithmConfig, Grpo
 from roll_core.config.base import Section
 from roll_core.config.inference import InferenceConfig, TorchInference, VllmInference
 from roll_core.config.model import ModelConfig, ScratchModel
+from roll_core.config.nodes import NodesConfig
 from roll_core.config.placement import ClusterConfig, DeviceKind, PlacementConfig
 from roll_core.config.problems import (
     ArithmeticProblems,
@@ -64,6 +65,7 @@ class RunConfig(Section):
     cluster: ClusterConfig = ClusterConfig()
     placement: PlacementConfig = PlacementConfig()
     legs: LegsConfig = LegsConfig()
+    nodes: NodesConfig = NodesConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
     retries: RetriesConfig = RetriesConfig()
     store: StoreConfig = StoreConfig()

@@ -63,6 +63,15 @@ class StageLog:
 
 def read_stages(run_dir: Path) -> list[StageEvent]:
     """What all legs of a run on this machine did, in order. A line that was cut short is left out."""
-    texts = [path.read_text() for path in run_dir.glob(f"leg-*/{FILE_NAME}")]
-    lines = [line for text in texts for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return sorted((StageEvent.model_validate_json(line) for line in lines), key=lambda event: event.at)
+    return sorted((event for events in read_stages_by_leg(run_dir).values() for event in events), key=lambda event: event.at)
+
+
+def read_stages_by_leg(run_dir: Path) -> dict[int, list[StageEvent]]:
+    """The same, leg by leg."""
+    paths = sorted(run_dir.glob(f"leg-*/{FILE_NAME}"))
+    return {int(path.parent.name.removeprefix("leg-")): _read(path) for path in paths}
+
+
+def _read(path: Path) -> list[StageEvent]:
+    lines = (line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
+    return [StageEvent.model_validate_json(line) for line in lines]

@@ -21,6 +21,7 @@ from roll_core.config.run import RunConfig
 from roll_core.config.weights import WeightsTransport
 from roll_core.errors import BroadcastBroken, RoleDied, RollError
 from roll_core.roles.bucketed import Bucketed
+from roll_core.roles.canary import check_nodes
 from roll_core.roles.placement import reserve_devices
 from roll_core.roles.scheduler_role import SchedulerRole
 from roll_core.roles.trainer_rank import BESIDE, TrainerRank
@@ -67,6 +68,7 @@ class Fleet:
     def __enter__(self) -> "Fleet":
         deadline_s = self._config.deadlines.start
         self._start_ray()
+        check_nodes(self._config.cluster, self._config.nodes, self._leg_dir)
         devices = reserve_devices(self._config)
         config, placement = self._config, self._config.placement
         self._workforce = Workforce(config, self._run.store_uri, devices)

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from mlflow import MlflowClient
-from mlflow.entities import Metric, Param, RunTag
+from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 
 from roll_core.tracking.spool import Destination, MetricsLogged, RunEnded
@@ -18,8 +18,8 @@ from roll_core.tracking.spool import Destination, MetricsLogged, RunEnded
 _LOGGER = logging.getLogger(__name__)
 
 _SQLITE = "sqlite:///"
-_RUN_ID_TAG = "roll.run_id"
-_STORE_TAG = "roll.store"
+RUN_ID_TAG = "roll.run_id"
+STORE_TAG = "roll.store"
 _RUNNING = "RUNNING"
 
 _MAX_METRICS = 1000
@@ -34,9 +34,9 @@ class MlflowRun:
     """One MLflow run, marked as running from the moment it is opened."""
 
     def __init__(self, destination: Destination):
-        artifact_location = _prepare_sqlite_folder(destination.tracking_uri)
+        artifact_location = prepare_sqlite_folder(destination.tracking_uri)
         self._client = MlflowClient(tracking_uri=destination.tracking_uri)
-        experiment_id = _find_or_create_experiment(self._client, destination.experiment, artifact_location)
+        experiment_id = find_or_create_experiment(self._client, destination.experiment, artifact_location)
         self.run_id = _resume_or_create_run(self._client, experiment_id, destination)
 
     def log_metrics(self, events: Sequence[MetricsLogged]) -> None:
@@ -104,7 +104,7 @@ def _is_refusal(error: MlflowException) -> bool:
     return bool(error.error_code == "INVALID_PARAMETER_VALUE")
 
 
-def _prepare_sqlite_folder(tracking_uri: str) -> str | None:
+def prepare_sqlite_folder(tracking_uri: str) -> str | None:
     """Make the folder of a SQLite database; answers where artifacts go: beside it. A server decides for itself."""
     if not tracking_uri.startswith(_SQLITE):
         return None
@@ -113,7 +113,7 @@ def _prepare_sqlite_folder(tracking_uri: str) -> str | None:
     return (folder / "mlartifacts").as_uri()
 
 
-def _find_or_create_experiment(client: MlflowClient, name: str, artifact_location: str | None) -> str:
+def find_or_create_experiment(client: MlflowClient, name: str, artifact_location: str | None) -> str:
     experiment = client.get_experiment_by_name(name)
     if experiment is not None:
         return str(experiment.experiment_id)
@@ -121,14 +121,17 @@ def _find_or_create_experiment(client: MlflowClient, name: str, artifact_locatio
 
 
 def _resume_or_create_run(client: MlflowClient, experiment_id: str, destination: Destination) -> str:
-    """Every leg of a run feeds the same MLflow run. Run ids are unique in a store, not across stores."""
-    found = client.search_runs(
-        [experiment_id], f"tags.`{_RUN_ID_TAG}` = '{destination.run_id}'", order_by=["attributes.start_time ASC"]
-    )
-    for run in found:
-        if run.data.tags.get(_STORE_TAG) == destination.store_uri:
-            if run.info.status != _RUNNING:
-                client.update_run(run.info.run_id, _RUNNING)
-            return str(run.info.run_id)
-    tags = {_RUN_ID_TAG: destination.run_id, _STORE_TAG: destination.store_uri}
-    return str(client.create_run(experiment_id, tags=tags, run_name=destination.run_id).info.run_id)
+    """Every leg of a run feeds the same MLflow run."""
+    run = find_run(client, experiment_id, destination.run_id, destination.store_uri)
+    if run is None:
+        tags = {RUN_ID_TAG: destination.run_id, STORE_TAG: destination.store_uri}
+        run = client.create_run(experiment_id, tags=tags, run_name=destination.run_id)
+    elif run.info.status != _RUNNING:
+        client.update_run(run.info.run_id, _RUNNING)
+    return str(run.info.run_id)
+
+
+def find_run(client: MlflowClient, experiment_id: str, run_id: str, store_uri: str) -> Run | None:
+    """Run ids are unique in a store, not across stores."""
+    found = client.search_runs([experiment_id], f"tags.`{RUN_ID_TAG}` = '{run_id}'", order_by=["attributes.start_time ASC"])
+    return next((run for run in found if run.data.tags.get(STORE_TAG) == store_uri), None)

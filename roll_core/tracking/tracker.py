@@ -30,6 +30,8 @@ from roll_core.types.refs import RunRef
 
 _LOGGER = logging.getLogger(__name__)
 
+MACHINE_TAG, VERSIONS_TAG = "roll.machine", "roll.versions"
+"""What the newest leg runs on, and with."""
 _SQLITE = "sqlite:///"
 _SOURCE_ROOT = Path(__file__).resolve().parents[2]
 _SECONDS_TO_DIE = 5.0

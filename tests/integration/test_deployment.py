@@ -69,7 +69,7 @@ def test_a_deployment_runs_on_a_worker_and_shows_every_stage(workspace):
             lambda: expected <= set(asyncio.run(read_server(api_url))[2]), "every stage is on the Prefect server", 30.0
         )
         deployments, flow_runs, _ = asyncio.run(read_server(api_url))
-        assert deployments == {"quickstart", "qwen3-moe"}
+        assert deployments == {"quickstart", "qwen3-moe", "regression"}
         assert set(flow_runs.values()) == {"Completed"}
         assert up.poll() is None
     finally:

@@ -1,0 +1,116 @@
+"""The nightly alarm on a real Prefect server and MLflow: an equal run is accepted, a worse one fails and is no baseline."""
+
+import asyncio
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Run
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from flows.control_plane import prefect_api
+from roll_core.config.services import TrackingConfig
+from roll_core.tracking.baselines import Baselines
+from tests.integration.conftest import Workspace
+
+PLAN = (
+    "references: [{config: tiny.yaml, overrides: [warm_start.steps=60, rollout.num_groups=16, evaluation.num_problems=64]}]"
+)
+PLANTED = "warm_start.steps=1"
+
+
+class Nights:
+    """Three nights of one reference, the last with a policy that has hardly seen an answer."""
+
+    def __init__(self, workspace: Workspace):
+        (workspace.folder / "nightly.yaml").write_text(PLAN)
+        self.workspace = workspace
+        self.first = workspace.roll("nightly", "nightly.yaml")
+        self.second = workspace.roll("nightly", "nightly.yaml")
+        self.third = workspace.roll("nightly", "nightly.yaml", "--set", PLANTED)
+        self.tracking = TrackingConfig(uri=f"sqlite:///{workspace.folder}/roll-data/mlflow.db")
+
+    def accepted(self) -> list[str]:
+        return [run.run_id for run in Baselines(self.tracking).accepted("tiny")]
+
+    def in_mlflow(self) -> dict[str, Run]:
+        client = MlflowClient(self.tracking.uri)
+        experiment = client.get_experiment_by_name("roll")
+        assert experiment is not None
+        return {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+
+
+@pytest.fixture(scope="module")
+def nights(new_workspace, prefect_home) -> Iterator[Nights]:
+    workspace = new_workspace("nightly")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREFECT_HOME", str(prefect_home))
+        patch.delenv("PREFECT_API_URL", raising=False)
+        with prefect_api(workspace.folder) as api_url:
+            workspace.environment["PREFECT_API_URL"] = api_url
+            yield Nights(workspace)
+
+
+async def on_the_server(api_url: str) -> tuple[list[str], list[str]]:
+    """States of the nightly flow runs and their pages, the oldest first."""
+    with temporary_settings({PREFECT_API_URL: api_url}):
+        async with get_client() as client:
+            runs = {run.id: run for run in await client.read_flow_runs() if run.name and run.deployment_id is None}
+            nightly = [f.id for f in await client.read_flows() if f.name == "nightly"]
+            states = sorted((r.start_time, r.state_name) for r in runs.values() if r.flow_id in nightly)
+            pages = sorted((a.created, a.data) for a in await client.read_artifacts() if a.key == "nightly-regression")
+    return [state for _, state in states], [page for _, page in pages]
+
+
+def said(done: subprocess.CompletedProcess[str]) -> str:
+    return " ".join(done.stdout.split())
+
+
+def test_the_first_run_and_one_that_equals_it_are_accepted(nights):
+    assert nights.first.returncode == 0, nights.first.stdout
+    assert "tiny-1: accepted; 0 comparisons, none worse; the first run of this reference" in said(nights.first)
+    assert nights.second.returncode == 0, nights.second.stdout
+    assert "tiny-2: accepted; 4 comparisons, none worse; the weights of tiny-1, to the bit" in said(nights.second)
+
+
+def test_a_run_that_learns_worse_is_named_with_what_is_worse_and_fails(nights):
+    assert nights.third.returncode == 1, nights.third.stdout
+    assert "tiny-3: regression: " in said(nights.third)
+    assert "reward/last is " in said(nights.third)
+
+
+def test_a_rejected_run_is_no_baseline_until_somebody_says_so(nights):
+    assert nights.accepted() == ["tiny-1", "tiny-2"]
+    accepted = nights.workspace.roll("nightly", "nightly.yaml", "--accept", "tiny-3")
+    assert accepted.returncode == 0, accepted.stdout
+    assert nights.accepted() == ["tiny-3"], "from now on runs are compared with this one"
+
+
+def test_verdict_and_reasons_are_on_the_run_in_mlflow(nights):
+    runs = nights.in_mlflow()
+    assert runs["tiny-2"].data.tags["roll.nightly.verdict"] == "accepted"
+    assert runs["tiny-2"].data.tags["roll.nightly.reasons"] == "none"
+    assert "reward/last is " in runs["tiny-3"].data.tags["roll.nightly.reasons"]
+    assert runs["tiny-3"].data.metrics["nightly/reward/last"] < runs["tiny-2"].data.metrics["nightly/reward/last"] - 0.05
+    assert {run.info.status for run in runs.values()} == {"FINISHED"}
+
+
+def test_every_second_of_a_leg_is_accounted_for(nights):
+    shown = nights.workspace.roll("show", "tiny-1").stdout.splitlines()
+    [header] = [number for number, line in enumerate(shown) if line.startswith("leg  iterations")]
+    leg, num_committed, *seconds, share = shown[header + 1].split()
+    useful, lost, starting, _, _, down = map(float, seconds)
+    assert (leg, num_committed, lost, down) == ("1", "4", 0.0, 0.0)
+    assert min(useful, starting) > 0.0
+    assert 0 < int(share.rstrip("%")) < 100
+    assert nights.in_mlflow()["tiny-1"].data.metrics["goodput/lost_seconds"] == 0.0
+
+
+def test_every_night_has_a_page_on_the_prefect_server(nights):
+    states, pages = asyncio.run(on_the_server(nights.workspace.environment["PREFECT_API_URL"]))
+    assert states == ["Completed", "Completed", "Failed"]
+    assert ["accepted" in page.splitlines()[0] for page in pages] == [True, True, False]
+    assert "->" not in pages[1], "what MLflow gives back of settings and origin is what was noted"
+    assert "- warm_start.steps: 60 -> 1" in pages[-1].splitlines()
