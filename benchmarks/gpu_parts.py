@@ -208,7 +208,14 @@ def update(model: ScratchModel, sequences: int, new_tokens: int, training: Train
     print(
         f"update ({', '.join(how) or 'plain'}): {rate:,.0f} tokens/s, MFU {mfu:.0%}, first time {seconds[0]:.0f} s, ", end=""
     )
-    config = RunConfig(model=model, problems=ArithmeticProblems(), reward=ExactMatch(), training=training)
+    config = RunConfig(
+        name="parts",
+        iterations=1,
+        model=model,
+        problems=ArithmeticProblems(),
+        reward=ExactMatch(),
+        training=training,
+    )
     shape = shape_of(model)
     assert shape is not None
     print(f"peak {peak:.1f} GB ({trainer_memory(config, shape).peak:.1f} planned), ", end="")
