@@ -349,8 +349,10 @@ def _start_vllm(model: ModelConfig, config: VllmInference, num_slots: int, devic
             arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     else:
         arguments |= {"enforce_eager": not config.compile, "block_size": _CPU_BLOCK_TOKENS}
-    if config.tensor_parallel == 1:  # by its class: "uni" alone is taken for "mp", with one process more
-        arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+    # By its class: "uni" alone is taken for "mp", with one process more. And "mp" by its name: inside an actor of Ray's vLLM
+    # would have Ray start its workers.
+    uniproc = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+    arguments["distributed_executor_backend"] = uniproc if config.tensor_parallel == 1 else "mp"
     with _model_folder(model) as folder:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), **arguments))
 
