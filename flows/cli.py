@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import logging
+import os
 import shutil
 import sys
 import uuid
@@ -54,6 +55,19 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("config", metavar="CONFIG")
     plan.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a key")
     plan.set_defaults(command=plan_command)
+
+    sbatch = commands.add_parser("sbatch", help="print a script for sbatch that carries a run of a config by itself")
+    sbatch.add_argument("config", metavar="CONFIG")
+    sbatch.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    sbatch.set_defaults(command=sbatch_command)
+
+    leg = commands.add_parser(
+        "leg", help="carry a run on in the SLURM allocation this is part of; scripts of sbatch call it"
+    )
+    leg.add_argument("config", metavar="CONFIG")
+    leg.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    leg.add_argument("--run", required=True, metavar="RUN", help="its name; opened if there is none of that name yet")
+    leg.set_defaults(command=leg_command)
 
     simulate = commands.add_parser("simulate", help="predict how fast a config would run, in virtual time; touches nothing")
     simulate.add_argument("config", metavar="CONFIG")
@@ -302,12 +316,46 @@ def _place(text: str) -> tuple[str, int]:
 
 
 def plan_command(options: argparse.Namespace) -> int:
+    from roll_core.config.launcher import SlurmLauncher
     from roll_core.config.load import load_config
     from roll_core.planning.plan import describe_plan
 
-    for section in describe_plan(load_config(options.config, options.overrides)):
+    config = load_config(options.config, options.overrides)
+    for section in describe_plan(config):
         _print_section(section)
+    if isinstance(config.legs.launcher, SlurmLauncher):
+        print("script of a leg: roll sbatch")
+        return sbatch_command(options)
     return 0
+
+
+def sbatch_command(options: argparse.Namespace) -> int:
+    from roll_core.config.load import load_config
+    from tasks.legs import sbatch_script
+
+    print(sbatch_script(load_config(options.config, options.overrides), options.config, options.overrides))
+    return 0
+
+
+def leg_command(options: argparse.Namespace) -> int:
+    from flows.rlvr import next_leg, should_follow
+    from flows.train_leg import run_train_leg
+    from roll_core.config.load import load_config
+    from roll_core.types.leg import LegEnding
+    from tasks.legs import CHAINED, join_leg_here, run_leg_here
+    from tasks.runs import open_or_find
+
+    if "SLURM_PROCID" not in os.environ:
+        raise UserError("roll leg: this is no task of a SLURM job: submit the script that `roll sbatch CONFIG` prints")
+    if os.environ["SLURM_PROCID"] != "0":
+        join_leg_here(load_config(options.config, options.overrides), options.run)
+        return 0
+    run = open_or_find(options.config, options.overrides, options.run)
+    ended = run_leg_here(run, next_leg(run), run_train_leg)
+    if ended.ending is LegEnding.FINISHED:
+        return 0
+    print(f"roll: leg {ended.leg} of {run.run_id}: {ended.ending} at iteration {ended.last_iteration} {ended.cause}")
+    return CHAINED if should_follow(run, ended, int(os.environ.get("SLURM_RESTART_COUNT", "0"))) else 1
 
 
 def _print_section(section: "PlanSection") -> None:
@@ -387,6 +435,7 @@ def show_command(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from flows.terminal import HEADER, iteration_row
+    from roll_core.config.launcher import SlurmLauncher
     from roll_core.config.load import absolute_uri
     from roll_core.data.ledger import totals
     from roll_core.reporting.goodput import commits_in_chain, leg_histories, leg_rows
@@ -413,6 +462,8 @@ def show_command(options: argparse.Namespace) -> int:
         console.print(row, highlight=False, soft_wrap=True)
     if drawn := totals(chain):
         console.print(f"problems {drawn}", highlight=False)
+    if isinstance(config.legs.launcher, SlurmLauncher) and shutil.which("squeue"):
+        _say_what_jobs_do(console, run)
     _say_where_to_look(console, run, config, summary_of(run.run_id, chain))
     return 0
 
@@ -442,6 +493,13 @@ def nodes_command(options: argparse.Namespace) -> int:
         for failure in failures:
             print(f"  {failure.at:%Y-%m-%d %H:%M}  {failure.run_id} leg {failure.leg}: {failure.reason}")
     return 0
+
+
+def _say_what_jobs_do(console: "Console", run: "RunRef") -> None:
+    from tasks.legs import describe_jobs
+
+    for job in describe_jobs(run):
+        console.print(f"queue    {job}", highlight=False)
 
 
 def chaos_command(options: argparse.Namespace) -> int:

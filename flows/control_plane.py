@@ -3,13 +3,16 @@
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +42,15 @@ def leave_soon(exit_code: int) -> None:
     farewell.start()
 
 
+EMBEDDED = "ROLL_EMBEDDED_PREFECT"
+"""Set, beside PREFECT_API_URL, while that is the address of an embedded server."""
+
+
+def is_embedded() -> bool:
+    """Whether the Prefect server in use is one that only this machine reaches, and that ends with a command."""
+    return EMBEDDED in os.environ
+
+
 @contextlib.contextmanager
 def prefect_api(log_dir: Path) -> Iterator[str]:
     """The address of a running Prefect API, exported so that legs report to the same one."""
@@ -50,23 +62,51 @@ def prefect_api(log_dir: Path) -> Iterator[str]:
         return
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    with _embedded_server(log_dir) as url:
-        os.environ["PREFECT_API_URL"] = url
+    with _embedded_server(log_dir, dict(os.environ)) as url:
+        os.environ |= {"PREFECT_API_URL": url, EMBEDDED: "1"}
         try:
             yield url
         finally:
-            del os.environ["PREFECT_API_URL"]
+            del os.environ["PREFECT_API_URL"], os.environ[EMBEDDED]
 
 
 @contextlib.contextmanager
-def _embedded_server(log_dir: Path) -> Iterator[str]:
+def own_api(log_dir: Path, home: Path, template: Path) -> Iterator[None]:
+    """A Prefect server for this process alone, of which nothing is left: for a leg on a node that reaches no other.
+
+    What takes longest is the first start, which makes the database: `template`, on a disk that other legs share, keeps one.
+    """
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    database = home / "prefect.db"
+    if template.exists():
+        shutil.copyfile(template, database)
+    environment = os.environ | _QUIET | {"PREFECT_HOME": str(home)}
+    with _embedded_server(log_dir, environment) as url:
+        if not template.exists():
+            _copy_database(database, template)
+        os.environ["PREFECT_API_URL"] = url
+        with temporary_settings({PREFECT_API_URL: url}):
+            yield
+
+
+def _copy_database(database: Path, copy: Path) -> None:
+    """Of a database in use; appears whole."""
+    draft = copy.with_name(f"{copy.name}.{uuid.uuid4().hex[:8]}")
+    with contextlib.closing(sqlite3.connect(database)) as source, contextlib.closing(sqlite3.connect(draft)) as target:
+        source.backup(target)
+    draft.replace(copy)
+
+
+@contextlib.contextmanager
+def _embedded_server(log_dir: Path, environment: dict[str, str]) -> Iterator[str]:
     port = free_port()
     log_dir.mkdir(parents=True, exist_ok=True)
     log_file = log_dir / "prefect-server.log"
     command = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "error", "--lifespan", "on"]
     # Prefect's own settings for a server that lives as long as a command: no page, no schedules.
-    environment = os.environ | {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
+    environment |= {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
     with background_process(command, environment, log_file) as server:
         url = f"http://127.0.0.1:{port}/api"
         wait_until_healthy(server, url, log_file)

@@ -2,17 +2,23 @@
 
 from collections.abc import Sequence
 from itertools import count, takewhile
+from typing import Any
 
 from prefect import flow, get_run_logger
+from prefect.context import serialize_context
 
+from flows.control_plane import is_embedded
 from flows.train_leg import run_train_leg
+from roll_core.config.launcher import LocalLauncher, SlurmLauncher
+from roll_core.config.run import RunConfig
+from roll_core.config.services import LegsConfig
 from roll_core.errors import FailureClass, LegFailed
 from roll_core.store.runs import read_chain, read_config, store_of
 from roll_core.store.summary import RunSummary
 from roll_core.tracking.spool import RunStatus
-from roll_core.types.manifest import LegEnded
+from roll_core.types.leg import LegEnded, LegEnding
 from roll_core.types.refs import RunRef
-from tasks.legs import note_end, run_leg
+from tasks.legs import leg_left_behind, note_end, run_leg
 from tasks.progress import announce_run
 from tasks.runs import find_run, open_fork, open_run
 from tasks.summary import summarize
@@ -42,23 +48,40 @@ def carry_on(run: RunRef) -> RunSummary:
     announce_run(run)
     config = read_config(run)
     endings: list[LegEnded] = []
-    for number in count(next_leg(run)):
-        ended = run_leg(run, number, run_train_leg)
-        if ended.finished:
+    for number in count(leg_left_behind(run) or next_leg(run)):
+        ended = run_leg(run, number, run_train_leg, context_for_leg)
+        if ended.ending is LegEnding.FINISHED:
             break
-        if ended.fenced:
+        if ended.ending is LegEnding.FENCED:
             raise LegFailed(ended.cause)
         endings.append(ended)
-        logger.warning("leg %d ended at iteration %d: %s", ended.leg, ended.last_iteration, ended.cause)
-        reason = reason_to_stop(endings, config.legs.max_failures)
+        logger.warning("leg %d: %s at iteration %s: %s", ended.leg, ended.ending, ended.last_iteration, ended.cause)
+        reason = reason_to_stop(endings, config.legs)
         if reason is not None:
             note_end(run, config, RunStatus.FAILED)
             raise LegFailed(reason)
     return summarize(run)
 
 
-def reason_to_stop(endings: Sequence[LegEnded], max_failures: int) -> str | None:
-    """Why no leg should follow these, all of which failed, the last one last; None if one should."""
+def should_follow(run: RunRef, ended: LegEnded, num_restarts: int) -> bool:
+    """Whether a script that carries a run without a flow should go on. It knows of legs before this one only how many there
+    were: `legs.max_interruptions` of them, unless this one has committed something."""
+    if ended.ending not in (LegEnding.WALLTIME, LegEnding.PREEMPTED, LegEnding.NODE_FAIL):
+        return False
+    chain = read_chain(store_of(run), run.run_id)
+    progressed = bool(chain) and chain[-1].leg == ended.leg
+    return progressed or num_restarts < read_config(run).legs.max_interruptions
+
+
+def context_for_leg(config: RunConfig) -> dict[str, Any] | None:
+    """By which a leg becomes a child of the flow that launches it; None if it cannot reach its server: an embedded one is on
+    this machine and ends with the command, as a SLURM leg does not."""
+    unreachable = is_embedded() and isinstance(config.legs.launcher, SlurmLauncher)
+    return None if unreachable else serialize_context()
+
+
+def reason_to_stop(endings: Sequence[LegEnded], legs: LegsConfig) -> str | None:
+    """Why no leg should follow these, none of which finished, the last one last; None if one should."""
     last = endings[-1]
     stuck = list(takewhile(lambda ended: ended.last_iteration == last.last_iteration, reversed(endings)))
     match last.last_iteration:
@@ -68,12 +91,37 @@ def reason_to_stop(endings: Sequence[LegEnded], max_failures: int) -> str | None
             reached = "before its first commit"
         case iteration:
             reached = f"at iteration {iteration}"
-    told = f"{last.cause} (log: {last.log})"
-    if len(stuck) > 1 and failed_alike(last, stuck[1]):
-        return f"{last.run_id} stopped {reached}: two legs in a row failed in the same way: {told}"
-    if len(stuck) > max_failures:
-        return f"{last.run_id} stopped {reached} after {len(stuck)} failed leg(s); the last one: {told}"
+    stopped, told = f"{last.run_id} stopped {reached}", f"{last.cause} (log: {last.log})"
+    if last.ending is LegEnding.CANCELLED:
+        return f"{stopped}: the job of its leg was cancelled: {told}"
+    if last.ending is LegEnding.FAILED and last.failure is FailureClass.DETERMINISTIC:
+        if isinstance(legs.launcher, SlurmLauncher):
+            return f"{stopped}: another leg would fail in the same way: {told}"
+        if len(stuck) > 1 and failed_alike(last, stuck[1]):
+            return f"{stopped}: two legs in a row failed in the same way: {told}"
+    alike, limit, word = policy(last.ending, legs)
+    spent = sum(ended.ending in alike for ended in stuck)
+    if spent > limit:
+        return f"{stopped} after {spent} {word} leg(s); the last one: {told}"
     return None
+
+
+def policy(ending: LegEnding, legs: LegsConfig) -> tuple[set[LegEnding], int, str]:
+    """Endings that are counted together with this one, and how many legs in a row may end so at the same iteration."""
+    interruptions = {LegEnding.PREEMPTED, LegEnding.NODE_FAIL}
+    if isinstance(legs.launcher, LocalLauncher):
+        interruptions.remove(LegEnding.NODE_FAIL)  # there is no other node
+    match ending:
+        case _ if ending in interruptions:
+            return interruptions, legs.max_interruptions, "interrupted"
+        case LegEnding.WALLTIME:  # one may always: it has done its work
+            return {LegEnding.WALLTIME}, max(1, legs.max_failures), "too short"
+        case _:
+            return (
+                {LegEnding.FAILED, LegEnding.OUT_OF_MEMORY, LegEnding.NODE_FAIL} - interruptions,
+                legs.max_failures,
+                "failed",
+            )
 
 
 def failed_alike(one: LegEnded, other: LegEnded) -> bool:

@@ -1,26 +1,28 @@
 """The inner flow: one leg, one Ray cluster, one iteration after another until the run is done or the leg is."""
 
-import os
-import select
+import contextlib
 import shutil
-import signal
-import threading
 import traceback
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import prefect
 from httpx import TransportError
 from prefect import flow
 from prefect.context import hydrated_context
 
-from flows.control_plane import leave_soon
+from flows.control_plane import leave_soon, own_api
 from roll_core.config.run import RunConfig, flat_config
 from roll_core.errors import ArtifactDamaged
+from roll_core.reporting.stage_log import StageLog
 from roll_core.store.fork import lineage
 from roll_core.store.runs import read_chain, read_config, store_of
 from roll_core.tracking.spool import RunStatus
-from roll_core.types.manifest import CollectRequest, LegEnded, Manifest, Updated
+from roll_core.types.leg import LegEnded, LegEnding, LegPlace
+from roll_core.types.manifest import CollectRequest, Manifest, Updated
 from roll_core.types.refs import RunRef, record_digest
-from tasks.checkpoint import checkpoint, store_checkpoint
+from tasks.checkpoint import checkpoint, save, store_checkpoint
 from tasks.collect import collect
 from tasks.commit import Iteration, commit
 from tasks.evaluate import evaluate
@@ -35,17 +37,30 @@ from tasks.update import update, update_critic, warm_start
 
 
 @flow(name="train_leg", flow_run_name="{run.run_id} leg {leg}")
-def train_leg(run: RunRef, leg: int) -> LegEnded:
-    """manifest(n+1) = iterate(manifest(n)), until the last."""
-    with open_services(run, leg) as services:
+def train_leg(run: RunRef, leg: int, place: LegPlace) -> LegEnded:
+    """manifest(n+1) = iterate(manifest(n)), until the last, or until the leg's time is up."""
+    with open_services(run, leg, place) as services:
         manifest = begin_or_recover(services)
+        ending = LegEnding.FINISHED
         while manifest.iteration < services.config.iterations:
+            if (over := services.leg_time.is_over(services.fleet.checkpoint_s)) is not None:
+                ending = over
+                break
             manifest = iterate(manifest, services)
-        store_checkpoint(services)
+            services.leg_time.iterated(manifest)
+        wind_up(manifest, ending, services)
+    return LegEnded(run_id=run.run_id, leg=leg, ending=ending, last_iteration=manifest.iteration)
+
+
+def wind_up(manifest: Manifest, ending: LegEnding, services: Services) -> None:
+    """Nothing is left to do again: a leg that is asked to stop leaves a checkpoint of where it stopped."""
+    if ending is not LegEnding.FINISHED:
+        save(manifest, services)
+    store_checkpoint(services)
+    if ending is LegEnding.FINISHED:
         if services.config.checkpoint.export_at_end:
             store_export(manifest, services)
         services.tracker.end(RunStatus.FINISHED)
-    return LegEnded(run_id=run.run_id, leg=leg, last_iteration=manifest.iteration, finished=True, fenced=False, cause="")
 
 
 def iterate(manifest: Manifest, services: Services) -> Manifest:
@@ -66,6 +81,7 @@ def begin_or_recover(services: Services) -> Manifest:
     chain = read_chain(services.store, services.run.run_id)
     if not any(manifest.run_id == services.run.run_id for manifest in chain):
         introduce(services)
+    services.leg_time.begin(chain)
     catch_up(chain, services)
     chain = chain or [begin(services)]
     recover(chain, services)
@@ -107,17 +123,17 @@ def is_due(updated: Updated, every: int, config: RunConfig) -> bool:
     return updated.iteration % every == 0 or updated.iteration == config.iterations
 
 
-def run_train_leg(run: RunRef, leg: int, context: dict[str, Any], launcher_pid: int) -> LegEnded:
-    """What a leg's process runs: the flow, as a child of the flow that launched it; failures become an answer."""
-    die_with(launcher_pid)
+def run_train_leg(run: RunRef, leg: int, context: dict[str, Any] | None, place: LegPlace) -> LegEnded:
+    """What a leg's process runs: the flow, as a child of the flow that launched it, or by a Prefect server of its own where
+    that one cannot be reached; failures become an answer."""
     scratch = run_dir(run, read_config(run))
     if not any(manifest.run_id == run.run_id for manifest in read_chain(store_of(run), run.run_id)):
         # Scratch of a run of the same name in another store, or in one since deleted.
         for folder in ("stage-cache", "spool"):
             shutil.rmtree(scratch / folder, ignore_errors=True)
-    with hydrated_context(context):
+    with control_plane(run, leg, context, place):
         try:
-            return train_leg.with_options(result_storage=scratch / "stage-cache")(run, leg)
+            return train_leg.with_options(result_storage=scratch / "stage-cache")(run, leg, place)
         except TransportError as error:
             # Of Prefect's client. If the body of the flow came to its end, all that is missing is that the server knows.
             return finished_leg(run, leg) or leg_failed(run, leg, error)
@@ -131,20 +147,26 @@ def run_train_leg(run: RunRef, leg: int, context: dict[str, Any], launcher_pid: 
             leave_soon(exit_code=0)
 
 
+@contextlib.contextmanager
+def control_plane(run: RunRef, leg: int, context: dict[str, Any] | None, place: LegPlace) -> Iterator[None]:
+    """The Prefect server that a leg reports to."""
+    if context is not None:
+        with hydrated_context(context):
+            yield
+        return
+    assert place.scratch is not None, "a leg on this machine reaches the server of whoever launched it"
+    work_dir = Path(read_config(run).work_dir)
+    leg_dir, template = work_dir / run.run_id / f"leg-{leg}", work_dir / f"prefect-{prefect.__version__}.db"
+    leg_dir.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        with StageLog(leg_dir).stage("prefect"):
+            stack.enter_context(own_api(leg_dir, place.scratch, template))
+        yield
+
+
 def finished_leg(run: RunRef, leg: int) -> LegEnded | None:
     """The answer of a leg that has nothing left to do, if it has not."""
     chain = read_chain(store_of(run), run.run_id)
     if not chain or chain[-1].iteration < read_config(run).iterations:
         return None
-    return LegEnded(run_id=run.run_id, leg=leg, last_iteration=chain[-1].iteration, finished=True, fenced=False, cause="")
-
-
-def die_with(launcher_pid: int) -> None:
-    """A local leg has no allocation to outlive its launcher in: when that process is gone, so is the leg."""
-    launcher = os.pidfd_open(launcher_pid)
-
-    def watch() -> None:
-        select.select([launcher], [], [])  # readable once it has ended, even while nobody has reaped it
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="watch-launcher", daemon=True).start()
+    return LegEnded(run_id=run.run_id, leg=leg, ending=LegEnding.FINISHED, last_iteration=chain[-1].iteration)

@@ -1,55 +1,172 @@
 """Legs: launched, waited for, and read for why they ended. The one module that knows how legs are launched."""
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
-import submitit
-from prefect.context import serialize_context
-
-from infra.slurm.launcher import submit_leg
+from infra.slurm import slurm
+from infra.slurm.launcher import JobEnd, Launcher, LegJob, LegRequest
+from infra.slurm.local import LocalLauncher
+from infra.slurm.node import NodeShape, follow, lead
+from infra.slurm.queue import STILL_RUNNING, SlurmUnavailable
+from roll_core.config import launcher as launchers
 from roll_core.config.placement import DeviceKind
 from roll_core.config.run import RunConfig
-from roll_core.errors import FailureClass, IterationTaken, RollError, StoreUnavailable, classify, one_line
+from roll_core.errors import FailureClass, IterationTaken, NodeUnfit, StoreUnavailable, UserError, classify, one_line
+from roll_core.store.nodes import NodeFailure, excluded_nodes, note_failure
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.runs import read_chain, read_config, store_of
 from roll_core.tracking.spool import RunStatus
 from roll_core.tracking.tracker import Tracker
-from roll_core.types.manifest import LegEnded
-from roll_core.types.refs import RunRef
+from roll_core.types.leg import LegEnded, LegEnding, LegPlace
+from roll_core.types.refs import RunRef, digest_of
 from tasks.durability import state_changing
 from tasks.progress import GLANCE_SECONDS, ManifestWatch
 from tasks.services import run_dir
 
-POLL_S = 0.2
-"""How often a leg's end and its newest manifest are looked for; a look costs one small read."""
+TAKE_DOWN_S = 90.0
+"""How long a job that was cancelled may take to end: SLURM gives it half a minute by default, then kills."""
 
-TAKE_DOWN_S = 30.0
-"""submitit kills what has not ended within about a second of being asked."""
+CHAINED = slurm.CHAINED
+"""Exit code of `roll leg` after which its script goes on with the next."""
 
-LegFunction = Callable[[RunRef, int, dict[str, Any], int], LegEnded]
+LegFunction = Callable[[RunRef, int, dict[str, Any] | None, LegPlace], LegEnded]
+"""With the context of the flow that launches it; null if its Prefect server cannot be reached from the leg."""
+ContextFor = Callable[[RunConfig], dict[str, Any] | None]
 
 
 @state_changing("leg {leg}")
-def run_leg(run: RunRef, leg: int, function: LegFunction) -> LegEnded:
-    """Launch a leg and wait for it. A leg that dies without an answer is an answer too; being interrupted takes it along."""
+def run_leg(run: RunRef, leg: int, function: LegFunction, context_for: ContextFor) -> LegEnded:
+    """Launch a leg, or take over one that a flow left behind that was killed, and wait for it.
+
+    A leg that dies without an answer is an answer too; being interrupted takes it along.
+    """
     config = read_config(run)
-    folder = run_dir(run, config) / f"leg-{leg}"
-    watch = ManifestWatch(run, next_iteration=len(read_chain(store_of(run), run.run_id)))
-    num_gpus = config.cluster.devices_per_node if config.cluster.device is DeviceKind.CUDA else 0
-    job = submit_leg(config.legs, num_gpus, folder, function, (run, leg, serialize_context(), os.getpid()))
+    store, launcher = store_of(run), launcher_of(config)
+    request = leg_request(run, config, leg, excluded_nodes(store, config.nodes, datetime.now(UTC)))
+    watch = ManifestWatch(run, next_iteration=len(read_chain(store, run.run_id)))
+    left_behind = launcher.find(request.name).get(request.name)
+    if left_behind is None:
+        job = launcher.submit(request, functools.partial(function, run, leg, context_for(config)))
+    else:
+        job = launcher.attach(left_behind, request.folder)
     try:
-        while not job.done():
-            watch.look()
-            time.sleep(POLL_S)
+        wait_for_end(job, watch)
     except BaseException:
         _take_down(job)
         note_end(run, config, RunStatus.KILLED)
         raise
+    end = job.end()
+    for node in end.lost_nodes:
+        note_failure(store, NodeFailure(node=node, reason=end.cause, run_id=run.run_id, leg=leg, at=datetime.now(UTC)))
+    return read_ending(end, run, leg).model_copy(update={"log": str(job.log)})
+
+
+def launcher_of(config: RunConfig) -> Launcher:
+    match config.legs.launcher:
+        case launchers.LocalLauncher():
+            return LocalLauncher()
+        case launchers.SlurmLauncher() as section:
+            return slurm.SlurmLauncher(section)
+
+
+def leg_left_behind(run: RunRef) -> int | None:
+    """A leg whose job waits or runs, though the flow that launched it is gone."""
+    prefix = _job_prefix(run)
+    return max((int(name.removeprefix(prefix)) for name in launcher_of(read_config(run)).find(prefix)), default=None)
+
+
+def describe_jobs(run: RunRef) -> list[str]:
+    """What the jobs of a run that are not over are doing. Example: leg 3, job 1207: waits for 25 min (Priority)"""
+    config, prefix = read_config(run), _job_prefix(run)
+    launcher = launcher_of(config)
+    jobs = launcher.find(prefix)
+    return [
+        f"leg {name.removeprefix(prefix)}, job {job_id}: {launcher.attach(job_id, run_dir(run, config)).describe()}"
+        for name, job_id in jobs.items()
+    ]
+
+
+def _job_prefix(run: RunRef) -> str:
+    """Says which run of which store it is: there may be others of that name."""
+    return f"{run.run_id}.{digest_of(run.store_uri.encode())[:8]}.leg-"
+
+
+def leg_request(run: RunRef, config: RunConfig, leg: int, exclude: tuple[str, ...] = ()) -> LegRequest:
+    """What a leg of a run asks for."""
+    cluster = config.cluster
+    return LegRequest(
+        name=f"{_job_prefix(run)}{leg}",
+        folder=run_dir(run, config) / f"leg-{leg}",
+        nodes=cluster.nodes,
+        devices_per_node=cluster.devices_per_node,
+        gpus_per_node=cluster.devices_per_node if cluster.device is DeviceKind.CUDA else 0,
+        time_limit_minutes=config.legs.time_limit_minutes,
+        exclude=exclude,
+    )
+
+
+def sbatch_script(config: RunConfig, config_path: str, overrides: list[str]) -> str:
+    """A script for sbatch that carries a run of a config without a flow, leg after leg, by `run_leg_here`."""
+    if not isinstance(config.legs.launcher, launchers.SlurmLauncher):
+        raise UserError("legs.launcher.kind must be slurm: extend a file of configs/clusters/ that says so, or --set it")
+    run = RunRef(run_id=config.name, store_uri=config.store.uri, config_digest="")
+    request = replace(leg_request(run, config, leg=0), name=config.name, folder=Path.cwd())
+    arguments = [str(Path(config_path).absolute()), *(word for each in overrides for word in ("--set", each))]
+    return slurm.sbatch_script(config.legs.launcher, request, arguments)
+
+
+def run_leg_here(run: RunRef, leg: int, function: LegFunction) -> LegEnded:
+    """A leg on the nodes of the allocation whose first this is."""
+    config = read_config(run)
+    report = lead(functools.partial(function, run, leg, None), *_node_of(config, run.run_id))
+    return read_ending(slurm.read_end(STILL_RUNNING, report), run, leg)
+
+
+def join_leg_here(config: RunConfig, run_id: str) -> None:
+    """The same on the other nodes."""
+    follow(*_node_of(config, run_id))
+
+
+def _node_of(config: RunConfig, run_id: str) -> tuple[NodeShape, Path]:
+    """What each node of a leg offers, and where they meet: a place that does not depend on which leg it is."""
+    assert isinstance(config.legs.launcher, launchers.SlurmLauncher)
+    if (given := int(os.environ["SLURM_JOB_NUM_NODES"])) != config.cluster.nodes:
+        raise UserError(f"cluster.nodes ({config.cluster.nodes}) is not what this job has ({given}): sbatch --nodes=...")
+    run = RunRef(run_id=run_id, store_uri=config.store.uri, config_digest="")
+    folder = run_dir(run, config)
+    folder.mkdir(parents=True, exist_ok=True)
+    return slurm.node_shape(config.legs.launcher, leg_request(run, config, leg=0)), folder
+
+
+def wait_for_end(job: LegJob, watch: ManifestWatch) -> None:
+    """Announce what is committed until the job is over."""
+    while not job.has_ended():
+        watch.look()
+        time.sleep(job.poll_s)
     watch.look()
-    return _read_ending(job, run, leg).model_copy(update={"log": str(job.paths.stdout)})
+
+
+def read_ending(end: JobEnd, run: RunRef, leg: int) -> LegEnded:
+    """The leg's own answer, unless the launcher knows better why it failed or was interrupted."""
+    match end.answer:
+        case LegEnded(ending=LegEnding.FINISHED | LegEnding.FENCED) as answer:
+            return answer
+        case LegEnded() as answer if end.ending is None:
+            return answer
+        case LegEnded(ending=LegEnding.WALLTIME | LegEnding.PREEMPTED) as answer if end.ending is not LegEnding.CANCELLED:
+            return answer
+        case LegEnded() as answer:
+            cause = "; ".join(filter(None, [answer.cause, end.cause]))
+            return answer.model_copy(update={"ending": end.ending, "cause": cause, "lost_nodes": end.lost_nodes})
+    ended = _ended_early(run, leg, end.ending or LegEnding.FAILED, end.cause, FailureClass.TRANSIENT)
+    return ended.model_copy(update={"lost_nodes": end.lost_nodes})
 
 
 def note_end(run: RunRef, config: RunConfig, status: RunStatus) -> None:
@@ -59,32 +176,24 @@ def note_end(run: RunRef, config: RunConfig, status: RunStatus) -> None:
     tracker.start()
 
 
-def _take_down(job: submitit.Job[Any]) -> None:
-    with contextlib.suppress(ProcessLookupError):
+def _take_down(job: LegJob) -> None:
+    with contextlib.suppress(SlurmUnavailable):
         job.cancel()
     ends_at = time.monotonic() + TAKE_DOWN_S
-    while not job.done() and time.monotonic() < ends_at:
-        time.sleep(POLL_S)
-
-
-def _last_line(error: Exception) -> str:
-    """What a traceback comes down to; submitit's messages carry the leg's own, and then say where its logs are."""
-    trace = str(error).split("You can check full logs")[0]
-    lines = [line.strip() for line in trace.splitlines() if line.strip(" -=")]
-    return lines[-1] if lines else type(error).__name__
-
-
-def _read_ending(job: submitit.Job[Any], run: RunRef, leg: int) -> LegEnded:
-    try:
-        return job.result()
-    except (submitit.core.utils.UncompletedJobError, submitit.core.utils.FailedJobError, RollError) as error:
-        cause = f"the leg's process died ({_last_line(error)})"
-        return _ended_early(run, leg, cause, FailureClass.TRANSIENT, fenced=False)
+    while not job.has_ended() and time.monotonic() < ends_at:
+        time.sleep(job.poll_s)
 
 
 def leg_failed(run: RunRef, leg: int, error: Exception) -> LegEnded:
     """The answer of a leg that ended early, with what it had committed."""
-    return _ended_early(run, leg, one_line(error), classify(error), fenced=isinstance(error, IterationTaken))
+    match error:
+        case IterationTaken():
+            ending = LegEnding.FENCED
+        case NodeUnfit():
+            ending = LegEnding.NODE_FAIL
+        case _:
+            ending = LegEnding.FAILED
+    return _ended_early(run, leg, ending, one_line(error), classify(error))
 
 
 def _last_iteration(run: RunRef) -> int | None:
@@ -96,13 +205,7 @@ def _last_iteration(run: RunRef) -> int | None:
     return chain[-1].iteration if chain else -1
 
 
-def _ended_early(run: RunRef, leg: int, cause: str, failure: FailureClass, *, fenced: bool) -> LegEnded:
+def _ended_early(run: RunRef, leg: int, ending: LegEnding, cause: str, failure: FailureClass) -> LegEnded:
     return LegEnded(
-        run_id=run.run_id,
-        leg=leg,
-        last_iteration=_last_iteration(run),
-        finished=False,
-        fenced=fenced,
-        cause=cause,
-        failure=failure,
+        run_id=run.run_id, leg=leg, ending=ending, last_iteration=_last_iteration(run), cause=cause, failure=failure
     )

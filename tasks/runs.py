@@ -19,6 +19,13 @@ def open_run(config_path: str, overrides: list[str]) -> RunRef:
     return _claim(ObjectStore(config.store.uri, config.store.retry_seconds), config)
 
 
+def open_or_find(config_path: str, overrides: list[str], run_id: str) -> RunRef:
+    """A run by the name somebody gave it, opened if there is none yet."""
+    config = load_config(config_path, overrides)
+    check_ready(config)
+    return runs.open_run_as(ObjectStore(config.store.uri, config.store.retry_seconds), with_teachers_pinned(config), run_id)
+
+
 @state_changing("fork {run_id}@{iteration}")
 def open_fork(run_id: str, iteration: int, overrides: list[str], store_uri: str) -> RunRef:
     """A new run that goes on from another's iteration, with another config."""

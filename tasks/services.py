@@ -18,7 +18,9 @@ from roll_core.store.nodes import NodeFailure, note_failure
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.runs import read_config, store_of
 from roll_core.tracking.tracker import MACHINE_TAG, VERSIONS_TAG, Tracker
+from roll_core.types.leg import LegPlace
 from roll_core.types.refs import RunRef
+from tasks.winding_up import LegTime
 
 if TYPE_CHECKING:
     from roll_core.roles.fleet import Fleet
@@ -37,6 +39,7 @@ class Services:
         fleet: "Fleet",
         tracker: Tracker,
         stage_log: StageLog,
+        leg_time: LegTime,
     ):
         self.run = run
         self.config = config
@@ -45,11 +48,12 @@ class Services:
         self.fleet = fleet
         self.tracker = tracker
         self.stage_log = stage_log
+        self.leg_time = leg_time
         self.last_commit_at = time.monotonic()
 
 
 @contextlib.contextmanager
-def open_services(run: RunRef, leg: int) -> Iterator[Services]:
+def open_services(run: RunRef, leg: int, place: LegPlace) -> Iterator[Services]:
     """Everything a leg needs, started; gone again when it ends, however it ends."""
     from roll_core.roles.fleet import Fleet
     from roll_core.roles.process import settle
@@ -57,15 +61,15 @@ def open_services(run: RunRef, leg: int) -> Iterator[Services]:
     config = read_config(run)
     leg_dir = run_dir(run, config) / f"leg-{leg}"
     leg_dir.mkdir(parents=True, exist_ok=True)
-    with _lease(run, config), tracking(run, config) as tracker:
+    stage_log, leg_time = StageLog(leg_dir), LegTime(place.ends_at)
+    with _lease(run, config), tracking(run, config) as tracker, contextlib.ExitStack() as stack:
         _clear_scratch(run_dir(run, config))
-        stage_log = StageLog(leg_dir)
-        with contextlib.ExitStack() as stack:
-            with stage_log.stage(START), _remembering_unfit_nodes(run, leg):
-                fleet = stack.enter_context(Fleet(run, config, leg_dir))
-            tracker.set_tags({"roll.leg": str(leg), MACHINE_TAG: machine_kind(), VERSIONS_TAG: library_versions()})
-            settle()
-            yield Services(run, config, leg, store_of(run), fleet, tracker, stage_log)
+        with stage_log.stage(START), _remembering_unfit_nodes(run, leg):
+            fleet = stack.enter_context(Fleet(run, config, leg_dir, place.ray_address))
+        stack.enter_context(leg_time.listening())
+        tracker.set_tags({"roll.leg": str(leg), MACHINE_TAG: machine_kind(), VERSIONS_TAG: library_versions()})
+        settle()
+        yield Services(run, config, leg, store_of(run), fleet, tracker, stage_log, leg_time)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Fixtures of several suites: a real S3 server, started once, and ordinary AWS settings that lead to it."""
+"""Fixtures of several suites: a real S3 server, started once, and ordinary AWS settings that lead to it; a real SLURM."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.s3_server import S3Server
+    from tests.slurm_cluster import SlurmCluster
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +25,11 @@ def s3_server(started_s3_server: "S3Server", monkeypatch: pytest.MonkeyPatch) ->
 
     use_server(monkeypatch, started_s3_server.environment)
     return started_s3_server
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[SlurmCluster]":
+    from tests.slurm_cluster import SlurmCluster
+
+    with SlurmCluster(Path(tmp_path_factory.mktemp("slurm"))) as cluster:
+        yield cluster

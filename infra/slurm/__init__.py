@@ -1,1 +1,1 @@
-"""Launching legs through submitit. Imported by `tasks/legs.py` alone."""
+"""Launching legs through submitit, on this machine or by SLURM. Imported by `tasks/legs.py` alone."""

@@ -1,58 +1,73 @@
-"""A leg as a submitit job: a process on this machine today, an allocation of a SLURM cluster by the same interface."""
+"""How a leg gets its machines: what it asks for, who launches the job that carries it, and what became of that job."""
 
-import contextlib
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import submitit
+from roll_core.types.leg import LegEnding, LegPlace
 
-from roll_core.config.services import Launcher, LegsConfig
-
-
-def submit_leg(
-    legs: LegsConfig, num_gpus: int, folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> submitit.Job[Any]:
-    """Start `function(*arguments)` as a leg, with so many GPUs on each node; its logs and result lie in `folder`."""
-    match legs.launcher:
-        case Launcher.LOCAL:
-            executor = submitit.LocalExecutor(folder=folder, max_num_timeout=0)
-            executor.update_parameters(
-                timeout_min=legs.time_limit_minutes,
-                signal_delay_s=60,
-                stderr_to_stdout=True,
-                gpus_per_node=num_gpus,  # or submitit hides them all
-                visible_gpus=_visible_gpus(),
-            )
-            with _inherited_output(folder / "launcher.log"):
-                job = executor.submit(function, *arguments)
-            # For slow file systems submitit waits 15 s for the result of a process that has ended; here it is there or lost.
-            job._results_timeout_s = 0
-            return job
+LegFunction = Callable[[LegPlace], Any]
+"""A leg: what runs in its driver's process. What it answers reaches whoever waits for the job."""
 
 
-def _visible_gpus() -> tuple[int, ...]:
-    """Those that whoever started us chose by number; none if that was left open."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return tuple(int(gpu) for gpu in chosen) if all(gpu.strip().isdigit() for gpu in chosen) else ()
+@dataclass(frozen=True)
+class LegRequest:
+    """What a leg asks for.
 
-
-@contextlib.contextmanager
-def _inherited_output(path: Path) -> Iterator[None]:
-    """Processes started here write to a file, not to our terminal.
-
-    submitit's local controller inherits our output: Ctrl-C would print its traceback, and a pipe we write to would stay
-    open for as long as the leg lives.
+    Example: LegRequest(name="quickstart-3.1b4f77d0.leg-2", folder=Path("/shared/quickstart-3/leg-2"), nodes=2,
+    devices_per_node=8, gpus_per_node=8, time_limit_minutes=240, exclude=("gpu-17",))
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    saved = [os.dup(1), os.dup(2)]
-    try:
-        with open(path, "ab") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-        yield
-    finally:
-        for number, descriptor in enumerate(saved, start=1):
-            os.dup2(descriptor, number)
-            os.close(descriptor)
+
+    name: str
+    """Of the job, by which it is found again."""
+    folder: Path
+    """For logs and the answer, on a disk that all nodes reach."""
+    nodes: int
+    devices_per_node: int
+    gpus_per_node: int
+    time_limit_minutes: int
+    exclude: tuple[str, ...] = ()
+    """Nodes that this leg should not be given."""
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How a job ended, as the launcher sees it; the answer of the leg, if it gave one, knows more."""
+
+    ending: LegEnding | None
+    """null where only the leg can tell."""
+    answer: Any | None
+    cause: str
+    lost_nodes: tuple[str, ...] = ()
+
+
+class LegJob(Protocol):
+    job_id: str
+    log: Path
+    poll_s: float
+    """How often `has_ended` may be asked."""
+
+    def describe(self) -> str:
+        """What it is doing, or waiting for."""
+        ...
+
+    def has_ended(self) -> bool: ...
+    def end(self) -> JobEnd:
+        """How it ended; to be asked once it has."""
+        ...
+
+    def cancel(self) -> None:
+        """Ask for its end. A job that has ended stays as it is."""
+        ...
+
+
+class Launcher(Protocol):
+    def submit(self, request: LegRequest, leg: LegFunction) -> LegJob: ...
+    def find(self, prefix: str) -> dict[str, str]:
+        """Jobs that wait or run and whose names begin so, whoever submitted them: their ids by name."""
+        ...
+
+    def attach(self, job_id: str, folder: Path) -> LegJob:
+        """A job that was submitted before, by somebody who may be gone."""
+        ...

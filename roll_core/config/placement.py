@@ -29,6 +29,14 @@ class ClusterConfig(Section):
     def num_devices(self) -> int:
         return self.nodes * self.devices_per_node
 
+    def node_of(self, device: int) -> int:
+        return device // self.devices_per_node
+
+
+def node_resource(node: int) -> str:
+    """What Ray calls the devices of one node, so that each is where its number says. Whoever starts Ray there offers it."""
+    return f"roll-node-{node}"
+
 
 class PlacementConfig(Section):
     trainer: Devices = (0,)

@@ -1,10 +1,9 @@
 """What surrounds a run: store, tracking, legs, deadlines, retries."""
 
-from enum import StrEnum
-
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from roll_core.config.base import Section
+from roll_core.config.launcher import LauncherConfig, LocalLauncher
 
 RETRY_SECONDS = 300.0
 """Also for whoever has the address of a store and no config yet."""
@@ -37,17 +36,16 @@ class TrackingConfig(Section):
     """How long the end of a leg waits for metrics still in the spool; what is left is uploaded by the next leg."""
 
 
-class Launcher(StrEnum):
-    LOCAL = "local"
-
-
 class LegsConfig(Section):
-    launcher: Launcher = Launcher.LOCAL
-    """Where legs run: a process on this machine, through submitit's local executor."""
+    launcher: LauncherConfig = LocalLauncher()
+    """Where legs run."""
     max_failures: NonNegativeInt = 2
-    """Legs in a row that may fail without committing an iteration before the run gives up."""
+    """Legs in a row that may fail, run out of memory or run out of time without committing an iteration before the run gives
+    up."""
+    max_interruptions: NonNegativeInt = 20
+    """The same for legs that were preempted or lost a machine, which says less about the run."""
     time_limit_minutes: PositiveInt = 7 * 24 * 60
-    """Longest life of one leg."""
+    """Longest life of one leg; it stops by itself in time to commit, and the next one goes on."""
 
 
 class DeadlinesConfig(Section):

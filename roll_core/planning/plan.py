@@ -7,6 +7,7 @@ from roll_core.config.model import ModelConfig, ScratchModel
 from roll_core.config.placement import DeviceKind
 from roll_core.config.rollout import RolloutConfig
 from roll_core.config.run import RunConfig
+from roll_core.config.services import LegsConfig
 from roll_core.config.shaping import KlEstimator
 from roll_core.planning.memory import device_memory_gb, gpu_memory, trainer_memory
 from roll_core.planning.model_shape import shape_of
@@ -112,9 +113,15 @@ def _roles(config: RunConfig) -> PlanSection:
             ),
             ("weights", f"to the engines by {config.weights_transport}"),
             ("reward workers", str(placement.reward_workers)),
-            ("legs", f"{config.legs.launcher}, at most {config.legs.max_failures} failures in a row"),
+            ("legs", _legs(config.legs)),
         ),
     )
+
+
+def _legs(legs: LegsConfig) -> str:
+    """Example: slurm, 1440 min each, one after the other; at most 2 in a row that fail, 20 that are interrupted"""
+    limits = f"at most {legs.max_failures} in a row that fail, {legs.max_interruptions} that are interrupted"
+    return f"{legs.launcher.kind}, {legs.time_limit_minutes} min each, one after the other; {limits}"
 
 
 def _devices(devices: tuple[int, ...]) -> str:

@@ -1,13 +1,14 @@
 """Checks that need the machine, not only the config: files, folders, devices, whether prompts fit. Each names its key."""
 
+import shutil
 from pathlib import Path
 
 from roll_core.config.algorithm import Distillation
 from roll_core.config.inference import VllmInference
+from roll_core.config.launcher import SlurmLauncher
 from roll_core.config.model import PretrainedModel
 from roll_core.config.placement import DeviceKind
 from roll_core.config.run import RunConfig
-from roll_core.config.services import Launcher
 from roll_core.config.teachers import PretrainedTeacher, RunTeacher, TeacherConfig
 from roll_core.data.problem_source import build_source
 from roll_core.errors import UserError
@@ -56,9 +57,13 @@ def _check_model(key: str, folder: Path) -> None:
 
 def _check_devices(config: RunConfig) -> None:
     cluster = config.cluster
-    if config.legs.launcher is Launcher.LOCAL and cluster.nodes > 1:
+    if isinstance(config.legs.launcher, SlurmLauncher):
+        if shutil.which("sbatch") is None:
+            raise UserError("legs.launcher.kind slurm: there is no sbatch here: run this on a login node of the cluster")
+        return
+    if cluster.nodes > 1:
         raise UserError(
-            f"cluster.nodes ({cluster.nodes}) must be 1 with legs.launcher local: a local leg has this machine only"
+            f"cluster.nodes ({cluster.nodes}) must be 1 with legs.launcher.kind local: a local leg has this machine only"
         )
     found = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if cluster.device is DeviceKind.CUDA and found < cluster.devices_per_node:

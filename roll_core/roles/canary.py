@@ -80,7 +80,7 @@ def ask_nodes(question: Question, nodes: NodesConfig) -> tuple[dict[str, list[st
     for node in ray.nodes():
         if not node["Alive"]:
             continue
-        host, num_gpus = node["NodeManagerHostname"], int(node["Resources"].get("GPU", 0))
+        host, num_gpus = node["NodeName"], int(node["Resources"].get("GPU", 0))
         if num_gpus < question.num_gpus:
             unfit[host] = [f"Ray sees {num_gpus} GPUs, cluster.devices_per_node asks for {question.num_gpus}"]
             continue

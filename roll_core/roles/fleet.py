@@ -7,6 +7,8 @@ import json
 import logging
 import os
 import shutil
+import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
@@ -16,10 +18,10 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from roll_core.config.placement import DeviceKind
+from roll_core.config.placement import DeviceKind, node_resource
 from roll_core.config.run import RunConfig
 from roll_core.config.weights import WeightsTransport
-from roll_core.errors import BroadcastBroken, RoleDied, RollError
+from roll_core.errors import BroadcastBroken, DeadlineExceeded, RoleDied, RollError, one_line
 from roll_core.roles.bucketed import Bucketed
 from roll_core.roles.canary import check_nodes
 from roll_core.roles.placement import reserve_devices
@@ -50,10 +52,12 @@ class Fleet:
     scheduler_role: type[SchedulerRole] = SchedulerRole
     """A benchmark compares with another one."""
 
-    def __init__(self, run: RunRef, config: RunConfig, leg_dir: Path):
+    def __init__(self, run: RunRef, config: RunConfig, leg_dir: Path, ray_address: str | None = None):
         self._run = run
         self._config = config
         self._leg_dir = leg_dir
+        self._ray_address = ray_address
+        """Of a Ray cluster that is there already, with its head on this machine; None starts one here."""
         self._trajectories: dict[str, list[ray.ObjectRef]] = {}
         self._lent = False
         """Whether the trainer has the devices that it shares with engines."""
@@ -64,6 +68,8 @@ class Fleet:
         """What engines read last, where they read from the store."""
         self._met: list[str] = []
         """Engines that are in a group with trainer rank 0, where they are broadcast to."""
+        self.checkpoint_s = 0.0
+        """How long it took to store the last checkpoint, or to load one, which is as long, while none was stored."""
 
     def __enter__(self) -> "Fleet":
         deadline_s = self._config.deadlines.start
@@ -93,7 +99,7 @@ class Fleet:
     @cached_property
     def nodes(self) -> tuple[str, ...]:
         """Names of the machines this leg runs on."""
-        return tuple(sorted(node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]))
+        return tuple(sorted(node["NodeName"] for node in ray.nodes() if node["Alive"]))
 
     def __exit__(self, *_: object) -> None:
         ray.shutdown()  # ends what is still being stored, too
@@ -106,8 +112,10 @@ class Fleet:
 
     def restore(self, checkpoint: CheckpointRef, first_checkpoint: CheckpointRef) -> None:
         self._lend_devices_to_trainer()
+        began_at = time.monotonic()
         calls = {name: rank.restore.remote(checkpoint, first_checkpoint) for name, rank in self._ranks.items()}
         wait_for(calls, "checkpoint", self._config.deadlines.checkpoint)
+        self.checkpoint_s = time.monotonic() - began_at
 
     def collect(self, request: CollectRequest) -> Collected:
         self._have_engines_serve(request.weights_version)
@@ -259,10 +267,11 @@ class Fleet:
         """Copy what learning goes on from, and begin to store the copy. One at a time: a store that is slower than the
         run slows the run down."""
         self.store_checkpoint()
+        began_at = time.monotonic()
         copying = {name: rank.copy_state.remote() for name, rank in self._ranks.items()}
         wait_for(copying, "checkpoint", self._config.deadlines.checkpoint)
         storing = {name: rank.store_copy.remote(iteration) for name, rank in self._ranks.items()}
-        self._storing = self._beside.submit(self._record_when_stored, storing, iteration, published)
+        self._storing = self._beside.submit(self._record_when_stored, storing, iteration, published, began_at)
 
     def store_checkpoint(self) -> CheckpointRef | None:
         """Wait until the checkpoint that is being stored is one, if there is such; raise what went wrong with it."""
@@ -315,7 +324,9 @@ class Fleet:
         """What was kept of earlier problems is not needed any more. Nobody waits until it is gone."""
         self._scheduler.committed.remote(next_problem)
 
-    def _record_when_stored(self, storing: dict[str, ray.ObjectRef], iteration: int, published: Published) -> CheckpointRef:
+    def _record_when_stored(
+        self, storing: dict[str, ray.ObjectRef], iteration: int, published: Published, began_at: float
+    ) -> CheckpointRef:
         answers = wait_for(storing, "checkpoint", self._config.deadlines.checkpoint)
         checkpoint = CheckpointRef(
             iteration=iteration,
@@ -324,6 +335,7 @@ class Fleet:
             files=tuple(file for files in answers.values() for file in files),
         )
         record_checkpoint(self._store, self._run.run_id, checkpoint)
+        self.checkpoint_s = time.monotonic() - began_at
         shutil.rmtree(self._leg_dir / f"checkpoint-{iteration}")
         self.retire_checkpoints()
         return checkpoint
@@ -333,17 +345,36 @@ class Fleet:
         on_gpu = cluster.device is DeviceKind.CUDA
         # Roles must not depend on where the leg was started, nor on what else is importable there.
         environment = {"PYTHONPATH": os.pathsep.join(_import_paths()), "PYTHONWARNINGS": "ignore"} | _SHARING_CORES
+        common = {"log_to_driver": False, "logging_level": logging.ERROR, "runtime_env": {"env_vars": environment}}
+        if self._ray_address is not None:
+            self._join_ray(self._ray_address, common)
+            return
         ray.init(
             address="local",
             num_cpus=cluster.num_devices + 1,
             num_gpus=cluster.num_devices if on_gpu else 0,
+            resources={node_resource(node): cluster.devices_per_node for node in range(cluster.nodes)},
             include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            runtime_env={"env_vars": environment},
             # Ray's default of 15 starves roles on a machine that does anything else: seen to slow training thirtyfold.
             _system_config={"worker_niceness": 0},
+            _node_name=socket.gethostname(),
+            **common,
         )
+
+    def _join_ray(self, address: str, common: dict[str, Any]) -> None:
+        """Its head answers before the node is part of it that we have to connect by, and the others come later still."""
+        ends_at = time.monotonic() + self._config.deadlines.start
+        here, missing = address.rpartition(":")[0], self._config.cluster.nodes
+        while missing:
+            try:
+                ray.init(address=address, _node_ip_address=here, ignore_reinit_error=True, **common)
+                missing = self._config.cluster.nodes - sum(node["Alive"] for node in ray.nodes())
+                trouble = f"{missing} of {self._config.cluster.nodes} nodes are missing"
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                trouble = one_line(error)
+            if missing and time.monotonic() > ends_at:
+                raise DeadlineExceeded(f"deadlines.start: Ray at {address}: {trouble}")
+            time.sleep(0.2 if missing else 0.0)
 
     def _start_roles(self, deadline_s: float) -> None:
         calls = self._workforce.start()
@@ -363,7 +394,9 @@ class Fleet:
         actors: dict[str, ActorHandle] = self._workforce.actors | self._ranks | {SCHEDULER: self._scheduler}
         pids = {name: actor.__ray_call__.remote(lambda _: os.getpid()) for name, actor in actors.items()}
         processes = wait_for_survivors(pids, "start", self._config.deadlines.start)
-        processes |= {"leg": os.getpid(), "ray node": _raylet_pid()}
+        processes["leg"] = os.getpid()
+        if self._ray_address is None:
+            processes["ray node"] = _raylet_pid()
         draft = self._leg_dir / "processes.json.partial"
         draft.write_text(json.dumps(processes, indent=1))
         os.replace(draft, self._leg_dir / "processes.json")

@@ -9,7 +9,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from roll_core.config.placement import DeviceKind
+from roll_core.config.placement import DeviceKind, node_resource
 from roll_core.config.run import RunConfig
 from roll_core.errors import DeadlineExceeded
 
@@ -44,7 +44,9 @@ def reserve_devices(config: RunConfig) -> Devices:
     cluster, deadline_s = config.cluster, config.deadlines.start
     resource = "CPU" if cluster.device is DeviceKind.CPU else "GPU"
     bundles = bundles_of(cluster.num_devices, config.engine_devices)
-    group = placement_group([{resource: len(bundle)} for bundle in bundles], strategy="PACK")
+    group = placement_group(
+        [{resource: len(devices), node_resource(cluster.node_of(devices[0])): len(devices)} for devices in bundles]
+    )
     try:
         ray.get(group.ready(), timeout=deadline_s)
     except ray.exceptions.GetTimeoutError:

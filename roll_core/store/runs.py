@@ -32,6 +32,19 @@ def open_run(store: ObjectStore, config: RunConfig) -> RunRef:
         return _ref(store, run_id, config_json)
 
 
+def open_run_as(store: ObjectStore, config: RunConfig, run_id: str) -> RunRef:
+    """The run of that name, opened now if there is none: for whoever says the same again to go on."""
+    config_json = config.model_dump_json(indent=1).encode()
+    try:
+        create_sealed(store, _config_name(run_id), config_json)
+    except AlreadyExists:
+        run = find_run(store, run_id)
+        if run.config_digest != digest_of(config_json):
+            raise UserError(f"--run: {run_id} was opened with another config: give this one another name") from None
+        return run
+    return _ref(store, run_id, config_json)
+
+
 def store_of(run: RunRef) -> ObjectStore:
     """The store a run lives in, asked for as long as the run's config says."""
     return ObjectStore(run.store_uri, run.retry_seconds)
@@ -76,12 +89,15 @@ def stored_config(store: ObjectStore, run_id: str) -> dict[str, Any]:
 
 
 def _in_todays_words(config: dict[str, Any]) -> dict[str, Any]:
-    """Configs stored by version 0.1.0 say `algorithm.kl_coefficient`."""
+    """Configs stored by version 0.1.0 say `algorithm.kl_coefficient` and `legs.launcher: local`."""
     algorithm = dict(config.get("algorithm", {}))
     coefficient = algorithm.pop("kl_coefficient", 0.0)
     if coefficient:
         algorithm["kl_loss"] = {"coefficient": coefficient}
-    return config | {"algorithm": algorithm}
+    legs = dict(config.get("legs", {}))
+    if legs.get("launcher") == "local":
+        legs["launcher"] = {"kind": "local"}
+    return config | {"algorithm": algorithm, "legs": legs}
 
 
 def commit(store: ObjectStore, manifest: Manifest) -> None:

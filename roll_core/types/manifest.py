@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import Field
 
-from roll_core.errors import FailureClass
 from roll_core.types.refs import ArtifactRef, CheckpointRef, Record
 
 Metrics = dict[str, float]
@@ -208,22 +207,3 @@ class Replayed(Receipt):
 
 NO_PARENT = ""
 """The parent of iteration 0."""
-
-
-class LegEnded(Record):
-    """Why a leg ended, as the outer flow reads it. `fenced` means that another leg has the run: this one must not go on.
-
-    `failure` is null where nothing failed; `log` is what the leg's process wrote.
-
-    Example: LegEnded(run_id="quickstart-3", leg=1, last_iteration=40, finished=True, fenced=False, cause="")
-    """
-
-    run_id: str
-    leg: int
-    last_iteration: int | None
-    """That was committed, -1 for none; null where the store could not be asked."""
-    finished: bool
-    fenced: bool
-    cause: str
-    failure: FailureClass | None = None
-    log: str = ""

@@ -104,9 +104,9 @@ class Workspace:
     def checkpoints(self, run_id: str = "tiny-1") -> list[CheckpointRef]:
         return checkpoints_of(self.store, self.chain(run_id))
 
-    def wait_for_iteration(self, iteration: int, run_id: str = "tiny-1") -> None:
+    def wait_for_iteration(self, iteration: int, run_id: str = "tiny-1", deadline_s: float = 180.0) -> None:
         manifest = self.folder / f"roll-data/store/runs/{run_id}/iterations/{iteration:08d}.json"
-        wait_until(manifest.exists, f"iteration {iteration} of {run_id} is committed")
+        wait_until(manifest.exists, f"iteration {iteration} of {run_id} is committed", deadline_s)
 
     def pid_of(self, role: str, leg: int = 1, run_id: str = "tiny-1") -> int:
         return json.loads((self.folder / f"roll-data/work/{run_id}/leg-{leg}/processes.json").read_text())[role]

@@ -18,7 +18,8 @@ from roll_core.roles import fleet, workforce
 from roll_core.roles.engine_role import EngineRole
 from roll_core.roles.reward_role import RewardRole
 from roll_core.roles.trainer_rank import TrainerRank
-from roll_core.types.manifest import Collected, LegEnded, Updated
+from roll_core.types.leg import LegEnded, LegPlace
+from roll_core.types.manifest import Collected, Updated
 from roll_core.types.refs import RunRef
 from roll_core.types.trajectory import Problem, Score, Trajectory
 
@@ -109,7 +110,7 @@ class FailingTrainer(TrainerRank):
         return super().update(collected, trajectories)
 
 
-def run_faulty_leg(run: RunRef, leg: int, context: dict[str, Any], launcher_pid: int) -> LegEnded:
+def run_faulty_leg(run: RunRef, leg: int, context: dict[str, Any] | None, place: LegPlace) -> LegEnded:
     """A leg with the roles above; the reward's service is back in the second one."""
     from flows.train_leg import run_train_leg
 
@@ -121,7 +122,7 @@ def run_faulty_leg(run: RunRef, leg: int, context: dict[str, Any], launcher_pid:
         workforce.RewardRole = AbsentReward
     if "FailingTrainer" in faults:
         fleet.TrainerRank = FailingTrainer
-    return run_train_leg(run, leg, context, launcher_pid)
+    return run_train_leg(run, leg, context, place)
 
 
 def main(faults: str, *arguments: str) -> int:

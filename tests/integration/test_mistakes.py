@@ -91,7 +91,7 @@ def test_a_prompt_that_cannot_fit(workspace):
 
 def test_devices_this_machine_does_not_have(workspace):
     done = workspace.roll("run", str(workspace.config), "--set", "cluster.nodes=2")
-    assert_refused(done, "cluster.nodes (2) must be 1 with legs.launcher local")
+    assert_refused(done, "cluster.nodes (2) must be 1 with legs.launcher.kind local")
 
 
 def test_a_store_nobody_can_open(workspace):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from flows.rlvr import reason_to_stop
-from roll_core.config.services import RetriesConfig
+from roll_core.config.services import LegsConfig, RetriesConfig
 from roll_core.errors import (
     ArtifactDamaged,
     DeadlineExceeded,
@@ -23,7 +23,8 @@ from roll_core.errors import (
 )
 from roll_core.reporting.stage_log import StageLog
 from roll_core.retries import pauses
-from roll_core.types.manifest import LegEnded, Receipt
+from roll_core.types.leg import LegEnded, LegEnding
+from roll_core.types.manifest import Receipt
 from tasks.durability import pure
 
 AT_ONCE = RetriesConfig(repeats=2, first_delay_seconds=1e-6)
@@ -149,9 +150,8 @@ def ended(leg: int, last_iteration: int, failure: FailureClass, cause: str = "Va
     return LegEnded(
         run_id="tiny-1",
         leg=leg,
+        ending=LegEnding.FAILED,
         last_iteration=last_iteration,
-        finished=False,
-        fenced=False,
         cause=cause,
         failure=failure,
         log=f"leg-{leg}/log",
@@ -162,7 +162,7 @@ DETERMINISTIC, TRANSIENT = FailureClass.DETERMINISTIC, FailureClass.TRANSIENT
 
 
 def test_the_same_deterministic_failure_at_the_same_iteration_stops_the_run_at_the_second_leg():
-    reason = reason_to_stop([ended(1, 3, DETERMINISTIC), ended(2, 3, DETERMINISTIC)], max_failures=9)
+    reason = reason_to_stop([ended(1, 3, DETERMINISTIC), ended(2, 3, DETERMINISTIC)], LegsConfig(max_failures=9))
     assert reason == (
         "tiny-1 stopped at iteration 3: two legs in a row failed in the same way: ValueError: nan (log: leg-2/log)"
     )
@@ -180,17 +180,17 @@ def test_the_same_deterministic_failure_at_the_same_iteration_stops_the_run_at_t
     ids=["once", "transient", "another iteration", "another cause", "another leg between"],
 )
 def test_otherwise_another_leg_follows(endings):
-    assert reason_to_stop(endings, max_failures=9) is None
+    assert reason_to_stop(endings, LegsConfig(max_failures=9)) is None
 
 
 def test_legs_that_fail_without_a_commit_are_counted_and_those_that_commit_begin_the_count_anew():
     stuck = [ended(1, -1, TRANSIENT, "engine 0 died"), ended(2, -1, TRANSIENT, "engine 0 died")]
-    assert reason_to_stop(stuck, max_failures=2) is None
-    assert reason_to_stop([*stuck, ended(3, 0, TRANSIENT)], max_failures=2) is None
-    assert reason_to_stop([*stuck, ended(3, -1, TRANSIENT, "late")], max_failures=2) == (
+    assert reason_to_stop(stuck, LegsConfig(max_failures=2)) is None
+    assert reason_to_stop([*stuck, ended(3, 0, TRANSIENT)], LegsConfig(max_failures=2)) is None
+    assert reason_to_stop([*stuck, ended(3, -1, TRANSIENT, "late")], LegsConfig(max_failures=2)) == (
         "tiny-1 stopped before its first commit after 3 failed leg(s); the last one: late (log: leg-3/log)"
     )
 
 
 def test_a_run_that_may_not_fail_stops_at_the_first_failure():
-    assert reason_to_stop([ended(1, 3, TRANSIENT)], max_failures=0) is not None
+    assert reason_to_stop([ended(1, 3, TRANSIENT)], LegsConfig(max_failures=0)) is not None

@@ -1,0 +1,345 @@
+"""What every task of a SLURM job runs: one Ray node; on the first node the leg's driver, too. All of it ends together.
+
+The nodes meet by a file in the leg's folder, in which the first one says where Ray's head is; that it is gone means goodbye.
+Ports are free ones, and folders the job's own, so that several legs of several people can share nodes; who does not have the
+leg's token gets no word from its Ray.
+
+This process never imports Ray: connecting takes over signal handlers, and a lost head ends whoever is connected. Here it
+is seen at once, and reported.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from infra.slurm.launcher import LegFunction
+from infra.slurm.queue import EndTime, node_address
+from infra.slurm.scratch import own_folder
+from roll_core.config.placement import node_resource
+from roll_core.errors import RollError
+from roll_core.types.leg import LegPlace
+
+OBJECT_STORE_SHARE = 0.3
+LOOK_S = 0.3
+FOLLOWER_LOOK_S = 2.0
+"""There may be a thousand of them, and one head and one disk to look at."""
+HEAD_DEADLINE_S = 120.0
+MEETING_DEADLINE_S = 300.0
+"""How long nodes wait for the first: tasks of a job do not start at the same moment."""
+FAREWELL_S = 30.0
+"""Within which a driver that has answered, or Ray that was asked to, must have ended."""
+STARTS = 3
+"""How often Ray is started on a node: a port that was free may be taken, and a Ray that died there can come back."""
+HEAD_MISSED = 5
+"""Looks in a row at which nobody answers for the head, until it is taken for dead."""
+
+
+class RayLost(RollError):
+    """Ray could not be started on a node, or did not stay there."""
+
+
+@dataclass(frozen=True)
+class NodeShape:
+    """What Ray is told a node of the leg has."""
+
+    devices: int
+    gpus: int
+    object_store_bytes: int | None
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What the first node says when all is over: the leg's answer, or why there is none."""
+
+    answer: Any | None
+    cause: str = ""
+    signalled: bool = False
+    """Whether the job was told to end."""
+    lost_nodes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Which task of which job this process is. A requeued job has the same id: `restart` counts."""
+
+    job_id: str
+    restart: int
+    rank: int
+    node: str
+    address: str
+    folder: Path
+
+    @property
+    def meeting(self) -> Path:
+        return self.folder / f"ray-{self.job_id}-{self.restart}.json"
+
+    @property
+    def token(self) -> Path:
+        return self.meeting.with_suffix(".token")
+
+
+def run_node(leg: LegFunction, shape: NodeShape, folder: Path) -> NodeReport | None:
+    """Be this node's part of a leg; the first node reports."""
+    if is_first():
+        return lead(leg, shape, folder)
+    follow(shape, folder)
+    return None
+
+
+def is_first() -> bool:
+    return os.environ["SLURM_PROCID"] == "0"
+
+
+def lead(leg: LegFunction, shape: NodeShape, folder: Path) -> NodeReport:
+    """Be the first node of a leg: Ray's head, and the leg."""
+    with _seated(folder) as (seat, scratch):
+        return _lead(leg, shape, seat, scratch)
+
+
+def follow(shape: NodeShape, folder: Path) -> None:
+    """Be another node of a leg, until the first one is done."""
+    with _seated(folder) as (seat, scratch):
+        here = seat.meeting.with_suffix(f".here.{seat.node}")
+        here.touch()
+        try:
+            _follow(shape, seat, scratch)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+            here.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _seated(folder: Path) -> Iterator[tuple[Seat, Path]]:
+    node = os.environ["SLURMD_NODENAME"]
+    seat = Seat(
+        job_id=os.environ["SLURM_JOB_ID"],
+        restart=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        rank=int(os.environ["SLURM_PROCID"]),
+        node=node,
+        address=node_address(node),
+        folder=folder,
+    )
+    os.environ |= _ray_environment(seat)
+    with own_folder(f"{seat.job_id}.{seat.restart}.{seat.rank}") as scratch:
+        yield seat, scratch
+
+
+# -------------------------------------------------------------------------------------------------- the first node
+def _lead(leg: LegFunction, shape: NodeShape, seat: Seat, scratch: Path) -> NodeReport:
+    signals = _Signals()
+    for note in set(seat.folder.glob(f"ray-{seat.job_id}-*")) - set(seat.folder.glob(f"{seat.meeting.stem}.*")):
+        note.unlink()  # of an earlier start of this job, that was killed
+    _write_private(seat.token, secrets.token_hex(32))
+    try:
+        with _head(shape, seat, scratch) as (head, address):
+            _write_private(seat.meeting, json.dumps({"head": address}))
+            with _driver(leg, address, seat, scratch) as (driver, answers):
+                signals.forward_to(driver)
+                return _watch(head, driver, answers, seat, signals)
+    except RayLost as error:
+        return NodeReport(None, str(error), signals.came, (seat.node,))
+    finally:
+        seat.meeting.unlink(missing_ok=True)
+        _wait_for_the_others(seat)
+        for note in seat.folder.glob(f"{seat.meeting.stem}.*"):
+            note.unlink(missing_ok=True)
+
+
+def _wait_for_the_others(seat: Seat) -> None:
+    """Until every node has cleared up. The end of this task is the end of theirs."""
+    ends_at = time.monotonic() + FAREWELL_S
+    while any(seat.folder.glob(f"{seat.meeting.stem}.here.*")) and time.monotonic() < ends_at:
+        time.sleep(LOOK_S)
+
+
+def _watch(
+    head: subprocess.Popen[bytes], driver: SpawnProcess, answers: Connection, seat: Seat, signals: "_Signals"
+) -> NodeReport:
+    while not wait([answers, driver.sentinel], timeout=LOOK_S):
+        if head.poll() is not None:
+            raise RayLost(f"the head of Ray on {seat.node} ended with {head.returncode}")
+    lost = tuple(path.suffix[1:] for path in sorted(seat.folder.glob(f"{seat.meeting.stem}.lost.*")))
+    try:
+        return NodeReport(answers.recv(), "", signals.came, lost)
+    except EOFError:
+        driver.join()
+        return NodeReport(None, f"the leg's process ended with {driver.exitcode}", signals.came, lost)
+
+
+@contextlib.contextmanager
+def _head(shape: NodeShape, seat: Seat, scratch: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    for _ in range(STARTS):
+        port = _free_port(seat.address)
+        options = ["--head", f"--port={port}", f"--ray-client-server-port={_free_port(seat.address)}"]
+        # Ray's default niceness of 15 starves roles on a machine that does anything else: seen to slow training thirtyfold.
+        options += ["--include-dashboard=false", '--system-config={"worker_niceness": 0}']
+        with _ray(shape, seat, scratch, options) as head:
+            ends_at = time.monotonic() + HEAD_DEADLINE_S
+            while head.poll() is None and time.monotonic() < ends_at:
+                if _answers(seat.address, port):
+                    yield head, f"{seat.address}:{port}"
+                    return
+                time.sleep(LOOK_S)
+    raise RayLost(f"the head of Ray did not start on {seat.node}; the leg's log has why")
+
+
+@contextlib.contextmanager
+def _driver(leg: LegFunction, address: str, seat: Seat, scratch: Path) -> Iterator[tuple[SpawnProcess, Connection]]:
+    """The leg in a process of its own."""
+    fresh = multiprocessing.get_context("spawn")
+    answers, answer = fresh.Pipe(duplex=False)
+    driver = fresh.Process(target=_drive, args=(cloudpickle.dumps(leg), address, seat.job_id, scratch, answer))
+    driver.start()
+    answer.close()  # so that the end of the driver is the end of the pipe
+    try:
+        yield driver, answers
+        driver.join(FAREWELL_S)
+    finally:
+        driver.kill()
+        driver.join()
+
+
+def _drive(leg: bytes, address: str, job_id: str, scratch: Path, answer: Connection) -> None:
+    place = LegPlace(ends_at=EndTime(job_id), ray_address=address, scratch=scratch)
+    answer.send(cloudpickle.loads(leg)(place))
+
+
+class _Signals:
+    """SLURM tells a job to end by SIGTERM or SIGUSR2, and only this process hears it. The driver winds up and answers."""
+
+    def __init__(self) -> None:
+        self.heard: int | None = None
+        self._driver: SpawnProcess | None = None
+        for number in (signal.SIGTERM, signal.SIGUSR2):
+            signal.signal(number, self._hear)
+
+    @property
+    def came(self) -> bool:
+        return self.heard is not None
+
+    def forward_to(self, driver: SpawnProcess) -> None:
+        self._driver = driver
+        if self.heard is not None:
+            self._hear(self.heard, None)
+
+    def _hear(self, number: int, _: object) -> None:
+        self.heard = number
+        if self._driver is not None and self._driver.pid is not None and self._driver.is_alive():
+            os.kill(self._driver.pid, number)
+
+
+# -------------------------------------------------------------------------------------------------- the other nodes
+def _follow(shape: NodeShape, seat: Seat, scratch: Path) -> None:
+    """Join the head, again if Ray dies here, for as long as there is one."""
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # the first node says when it is over
+    address = _wait_for_head(seat)
+    for _ in range(STARTS):
+        with _ray(shape, seat, scratch, [f"--address={address}", "--include-log-monitor=false"]) as joined:
+            missed = 0
+            while joined.poll() is None:
+                missed = 0 if _answers(*_host_and_port(address)) else missed + 1
+                if missed > HEAD_MISSED or not seat.meeting.exists():
+                    return
+                time.sleep(FOLLOWER_LOOK_S)
+        if not seat.meeting.exists():
+            return
+    seat.meeting.with_suffix(f".lost.{seat.node}").touch()
+    raise RayLost(f"Ray did not stay on {seat.node}")
+
+
+def _wait_for_head(seat: Seat) -> str:
+    ends_at = time.monotonic() + MEETING_DEADLINE_S
+    while time.monotonic() < ends_at:
+        with contextlib.suppress(OSError):
+            return json.loads(seat.meeting.read_text())["head"]
+        time.sleep(FOLLOWER_LOOK_S)
+    raise RayLost(f"{seat.node} waited {MEETING_DEADLINE_S:.0f} s for the first node of the leg")
+
+
+# -------------------------------------------------------------------------------------------------- every node
+@contextlib.contextmanager
+def _ray(shape: NodeShape, seat: Seat, scratch: Path, options: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """One node of Ray, for as long as the block lasts."""
+    command = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--block",
+        "--log-style=record",
+        "--disable-usage-stats",
+    ]
+    command += [f"--node-ip-address={seat.address}", f"--node-name={seat.node}", f"--temp-dir={scratch / 'ray'}"]
+    command += [f"--num-cpus={shape.devices + 1}", f"--num-gpus={shape.gpus}"]
+    command += [f"--resources={json.dumps({node_resource(seat.rank): shape.devices})}"]
+    command += ["--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={_free_port(seat.address)}"]
+    if (num_bytes := shape.object_store_bytes or _share_of_memory()) is not None:
+        command.append(f"--object-store-memory={num_bytes}")
+    ray = subprocess.Popen(command + options, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        yield ray
+    finally:
+        ray.terminate()
+        try:
+            ray.wait(FAREWELL_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(ray.pid, signal.SIGKILL)
+
+
+def _ray_environment(seat: Seat) -> dict[str, str]:
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(seat.token),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # or Ray waits half a minute for work to leave a node
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
+    }
+
+
+def _share_of_memory() -> int | None:
+    """Of what SLURM gave the job here; null, where that is all the node has, leaves it to Ray."""
+    megabytes = int(os.environ.get("SLURM_MEM_PER_NODE", "0"))
+    return int(OBJECT_STORE_SHARE * megabytes * 2**20) or None
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Appears whole, for its owner alone."""
+    draft = path.with_name(path.name + ".partial")
+    draft.unlink(missing_ok=True)
+    draft.touch(0o600)
+    draft.write_text(text)
+    draft.replace(path)
+
+
+def _answers(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=2):
+        return True
+    return False
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]

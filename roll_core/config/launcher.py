@@ -1,0 +1,49 @@
+"""How legs get machines: a process on this one, or an allocation of a SLURM cluster."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from roll_core.config.base import Section
+
+
+class LocalLauncher(Section):
+    """A process on this machine, that ends with the command that started it."""
+
+    kind: Literal["local"] = "local"
+
+
+class SlurmLauncher(Section):
+    """An allocation of `cluster.nodes` nodes for `legs.time_limit_minutes`. `roll sbatch CONFIG` prints what is submitted.
+
+    `work_dir`, the store and the code must be where every node can reach them; the Prefect server, if PREFECT_API_URL names
+    one, too.
+    """
+
+    kind: Literal["slurm"] = "slurm"
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    exclusive: bool = True
+    """Whole nodes, with all of their memory. Otherwise give cpus_per_node and memory_gigabytes."""
+    cpus_per_node: PositiveInt | None = None
+    """null leaves it to SLURM."""
+    memory_gigabytes: PositiveInt | None = None
+    """Of each node. null: all of it with `exclusive`, else what SLURM gives by default."""
+    modules: tuple[str, ...] = ()
+    """Environment modules to load, for example [cuda/13.0]."""
+    setup: tuple[str, ...] = ()
+    """Lines of bash before the leg, for example ["source /shared/venv/bin/activate"]."""
+    python: str | None = None
+    """Command that starts Python on a node, for example "apptainer exec --nv /shared/roll.sif python"; null: the Python that
+    submits."""
+    options: dict[str, str | int | bool] = Field(default_factory=dict)
+    """Further options of sbatch by their long names, for example {constraint: h100, switches: 1}."""
+    signal_seconds: PositiveInt = 120
+    """How long before its end SLURM tells a job. The leg itself stops in time by the job's end time; this is for a leg
+    whose iterations became longer than they ever were."""
+    object_store_gigabytes: PositiveFloat | None = None
+    """Ray's object store on each node; null takes three tenths of the memory that SLURM gave the leg there."""
+
+
+LauncherConfig = Annotated[LocalLauncher | SlurmLauncher, Field(discriminator="kind")]

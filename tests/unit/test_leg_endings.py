@@ -1,0 +1,162 @@
+"""How a leg's end is read, what follows from it, and when a leg stops by itself."""
+
+import os
+import signal
+
+import pytest
+
+from flows.rlvr import reason_to_stop
+from infra.slurm.launcher import JobEnd
+from infra.slurm.node import NodeReport
+from infra.slurm.queue import FORGOTTEN, JobState
+from infra.slurm.slurm import read_end
+from roll_core.config.launcher import SlurmLauncher
+from roll_core.config.services import LegsConfig
+from roll_core.errors import FailureClass
+from roll_core.store.object_store import ObjectStore
+from roll_core.store.runs import open_run
+from roll_core.types.leg import LegEnded, LegEnding
+from tasks.legs import read_ending
+from tasks.winding_up import FAREWELL_S, LegTime, slow
+from tests.support import tiny_config
+
+
+def ended(ending: LegEnding, last_iteration: int = 3, failure: FailureClass | None = None) -> LegEnded:
+    return LegEnded(run_id="tiny-1", leg=1, ending=ending, last_iteration=last_iteration, cause="why", failure=failure)
+
+
+# -------------------------------------------------------------------------------------------------- by SLURM's word
+@pytest.mark.parametrize(
+    ("state", "ending"),
+    [
+        ("TIMEOUT", LegEnding.WALLTIME),
+        ("PREEMPTED", LegEnding.PREEMPTED),
+        ("NODE_FAIL", LegEnding.NODE_FAIL),
+        ("OUT_OF_MEMORY", LegEnding.OUT_OF_MEMORY),
+        ("CANCELLED", LegEnding.CANCELLED),
+        ("FAILED", None),
+        ("COMPLETED", None),
+    ],
+)
+def test_a_job_without_an_answer_ended_as_slurm_says(state, ending):
+    end = read_end(JobState(state), None)
+    assert (end.ending, end.answer) == (ending, None)
+    assert state in end.cause
+
+
+def test_what_slurm_says_is_all_there_is_to_say_of_a_leg_that_answered():
+    assert read_end(JobState("CANCELLED"), NodeReport("answer")).cause == "SLURM says CANCELLED"
+
+
+def test_a_job_that_nobody_remembers_failed():
+    assert read_end(FORGOTTEN, None).ending is None
+
+
+def test_nodes_that_ray_did_not_stay_on_are_to_blame():
+    end = read_end(JobState("COMPLETED"), NodeReport(None, "the head of Ray on n1 ended with -9", lost_nodes=("n1",)))
+    assert (end.ending, end.lost_nodes) == (LegEnding.NODE_FAIL, ("n1",))
+
+
+def test_a_leg_that_was_told_to_end_before_it_could_answer_was_preempted():
+    assert read_end(JobState("FAILED"), NodeReport(None, "ended with -15", signalled=True)).ending is LegEnding.PREEMPTED
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        (JobState("PENDING", "Resources", submitted_at=0.0), "waits for 25 min (Resources)"),
+        (JobState("PENDING", "Priority", starts_at=3600.0), "waits (Priority), expected to start in 35 min"),
+        (JobState("RUNNING", nodes="n[1-2]", ends_at=2100.0), "runs on n[1-2], 10 min left"),
+        (JobState("COMPLETING"), "is completing"),
+    ],
+)
+def test_what_a_job_is_doing_is_told_in_a_few_words(state, told):
+    assert state.describe(now=1500.0) == told
+
+
+# -------------------------------------------------------------------------------------------------- by both
+@pytest.mark.parametrize(
+    ("own", "seen", "read"),
+    [
+        (LegEnding.FINISHED, LegEnding.CANCELLED, LegEnding.FINISHED),
+        (LegEnding.FENCED, LegEnding.NODE_FAIL, LegEnding.FENCED),
+        (LegEnding.WALLTIME, None, LegEnding.WALLTIME),
+        (LegEnding.PREEMPTED, LegEnding.WALLTIME, LegEnding.PREEMPTED),
+        (LegEnding.PREEMPTED, LegEnding.CANCELLED, LegEnding.CANCELLED),
+        (LegEnding.FAILED, None, LegEnding.FAILED),
+        (LegEnding.FAILED, LegEnding.NODE_FAIL, LegEnding.NODE_FAIL),
+        (LegEnding.FAILED, LegEnding.OUT_OF_MEMORY, LegEnding.OUT_OF_MEMORY),
+    ],
+)
+def test_the_legs_own_word_counts_unless_the_launcher_knows_why_it_failed(tmp_path, own, seen, read):
+    config = tiny_config(tmp_path)
+    run = open_run(ObjectStore(config.store.uri), config)
+    assert read_ending(JobEnd(seen, ended(own), ""), run, leg=1).ending is read
+
+
+def test_a_leg_without_an_answer_says_how_far_its_run_is(tmp_path):
+    config = tiny_config(tmp_path)
+    run = open_run(ObjectStore(config.store.uri), config)
+    read = read_ending(JobEnd(LegEnding.NODE_FAIL, None, "n1 is gone", ("n1",)), run, leg=2)
+    assert (read.ending, read.last_iteration, read.lost_nodes) == (LegEnding.NODE_FAIL, -1, ("n1",))
+    assert read_ending(JobEnd(None, None, "died"), run, leg=2).ending is LegEnding.FAILED
+
+
+# -------------------------------------------------------------------------------------------------- what follows
+SLURM = LegsConfig(launcher=SlurmLauncher(), max_failures=1, max_interruptions=2)
+
+
+def test_a_leg_that_somebody_cancelled_is_the_last():
+    assert "was cancelled" in (reason_to_stop([ended(LegEnding.CANCELLED)], SLURM) or "")
+
+
+def test_on_slurm_nobody_queues_again_for_what_would_fail_again():
+    failed = ended(LegEnding.FAILED, failure=FailureClass.DETERMINISTIC)
+    assert "would fail in the same way: why" in (reason_to_stop([failed], SLURM) or "")
+    assert reason_to_stop([failed], LegsConfig()) is None
+
+
+@pytest.mark.parametrize("ending", [LegEnding.PREEMPTED, LegEnding.NODE_FAIL])
+def test_interruptions_have_a_budget_of_their_own(ending):
+    assert reason_to_stop([ended(ending)] * 2, SLURM) is None
+    assert "after 3 interrupted leg(s)" in (reason_to_stop([ended(LegEnding.PREEMPTED), *[ended(ending)] * 2], SLURM) or "")
+    assert reason_to_stop([ended(ending, 1), ended(ending, 2), ended(ending, 3)], SLURM) is None
+
+
+def test_on_one_machine_there_is_no_other_node_to_try():
+    assert "after 1 failed leg(s)" in (reason_to_stop([ended(LegEnding.NODE_FAIL)], LegsConfig(max_failures=0)) or "")
+
+
+def test_any_number_of_legs_may_end_by_their_time_if_they_commit_something():
+    never = LegsConfig(max_failures=0)
+    assert reason_to_stop([ended(LegEnding.WALLTIME, iteration) for iteration in range(9)], never) is None
+    assert "after 2 too short leg(s)" in (reason_to_stop([ended(LegEnding.WALLTIME)] * 2, never) or "")
+
+
+# -------------------------------------------------------------------------------------------------- when a leg stops
+def leg_time(ends_at: float, now: float, walls: list[float]) -> LegTime:
+    time = LegTime(lambda: ends_at, lambda: now)
+    time._recent.extend(walls)
+    return time
+
+
+def test_a_leg_stops_when_its_next_iteration_and_a_checkpoint_may_not_fit():
+    enough = 30.0 + 5.0 + FAREWELL_S
+    assert leg_time(1000.0, 1000.0 - enough, [30.0, 30.0]).is_over(checkpoint_s=5.0) is None
+    assert leg_time(1000.0, 1000.1 - enough, [30.0, 30.0]).is_over(checkpoint_s=5.0) is LegEnding.WALLTIME
+
+
+def test_slow_is_what_one_in_twenty_exceeds():
+    assert slow([]) == 0.0
+    assert slow([7.0]) == 7.0
+    assert slow([float(n) for n in range(1, 22)]) == 20.0
+
+
+@pytest.mark.parametrize(("number", "ending"), [(signal.SIGTERM, "preempted"), (signal.SIGUSR2, "walltime")])
+def test_a_signal_ends_a_leg_after_its_iteration_and_only_while_it_listens(number, ending):
+    time = leg_time(float("inf"), 0.0, [])
+    before = signal.getsignal(number)
+    with time.listening():
+        os.kill(os.getpid(), number)
+        assert time.is_over(0.0) == ending
+    assert signal.getsignal(number) is before
