@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import shutil
-import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,13 +17,13 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from roll_core.config.placement import DeviceKind, node_resource
 from roll_core.config.run import RunConfig
-from roll_core.config.weights import WeightsTransport
-from roll_core.errors import BroadcastBroken, DeadlineExceeded, RoleDied, RollError, one_line
+from roll_core.errors import RoleDied, RollError
 from roll_core.roles.bucketed import Bucketed
 from roll_core.roles.canary import check_nodes
 from roll_core.roles.placement import reserve_devices
+from roll_core.roles.publishing import RANK_0, Publisher
+from roll_core.roles.ray_cluster import connect_ray, raylet_pid
 from roll_core.roles.scheduler_role import SchedulerRole
 from roll_core.roles.trainer_rank import BESIDE, TrainerRank
 from roll_core.roles.waiting import wait_for, wait_for_survivors
@@ -33,13 +32,10 @@ from roll_core.store.checkpoints import record_checkpoint, upload_files
 from roll_core.store.exports import record_export
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.retention import retire
-from roll_core.store.weights import retire_weights
 from roll_core.types.manifest import Collected, CollectRequest, Evaluated, Manifest, Metrics, Prepared, Published, Updated
 from roll_core.types.refs import ArtifactKind, ArtifactRef, CheckpointRef, ExportRef, RunRef, WeightsRef
 
-_SHARING_CORES = {"GOMP_SPINCOUNT": "300"}
-"""OpenMP threads of several roles share cores: those that wait must not spin for milliseconds, as libgomp's do."""
-SCHEDULER, RANK_0 = "rollout scheduler", "trainer rank 0"
+SCHEDULER = "rollout scheduler"
 MAX_SUCCESSIONS = 3
 """How often in one stage engines and reward workers are replaced after the last of them died; then the leg ends."""
 
@@ -64,16 +60,12 @@ class Fleet:
         self._store = ObjectStore(run.store_uri, config.store.retry_seconds)
         self._beside = ThreadPoolExecutor(1, "store-checkpoint")
         self._storing: Future[CheckpointRef] | None = None
-        self._stored: WeightsRef | None = None
-        """What engines read last, where they read from the store."""
-        self._met: list[str] = []
-        """Engines that are in a group with trainer rank 0, where they are broadcast to."""
         self.checkpoint_s = 0.0
         """How long it took to store the last checkpoint, or to load one, which is as long, while none was stored."""
 
     def __enter__(self) -> "Fleet":
         deadline_s = self._config.deadlines.start
-        self._start_ray()
+        connect_ray(self._config.cluster, self._ray_address, deadline_s)
         check_nodes(self._config.cluster, self._config.nodes, self._leg_dir)
         devices = reserve_devices(self._config)
         config, placement = self._config, self._config.placement
@@ -88,6 +80,9 @@ class Fleet:
             ray.remote(self.scheduler_role)
             .options(**OFF_DEVICE)
             .remote(config, self._run, self._leg_dir.parent, self._workforce.engines(), self._workforce.graders())
+        )
+        self._publisher = Publisher(
+            config, self._run.run_id, self._store, self._ranks, self._workforce, self._replace, self._beside
         )
         self._start_roles(deadline_s)
         return self
@@ -142,121 +137,16 @@ class Fleet:
         return updated
 
     def publish(self, version: int) -> Published:
-        num_bytes, digest = self._publish_by_transport(version)
+        num_bytes, digest = self._publisher.publish(version)
         if missing := [engine.name for engine in self._workforce.engines() if engine.name not in num_bytes]:
             raise RoleDied(f"{', '.join(missing)} could not take over weights version {version}: who held them died")
         self._lend_devices_to_engines()  # before anything is drawn, or all of it goes to those that were never paused
         self._from_scheduler(self._scheduler.adopted.remote(version), "publish", self._config.deadlines.publish)
         return Published(weights_version=version, weights_digest=digest, num_bytes=sum(num_bytes.values()))
 
-    def _publish_by_transport(self, version: int) -> tuple[dict[str, int], str]:
-        """Bytes that every engine took, and the digest of the weights."""
-        match self._config.weights_transport:
-            case WeightsTransport.SHARED_GPU:
-                return self._publish_on_devices(version)
-            case WeightsTransport.BROADCAST:
-                return self._publish_by_broadcast(version)
-            case WeightsTransport.STORE:
-                self._stored = self._store_weights(version)
-                return self._adopt(self._stored), self._stored.weights_digest
-            case _:
-                return self._publish_by_ray(version)
-
-    def _publish_by_ray(self, version: int) -> tuple[dict[str, int], str]:
-        weights = self._bucket_weights(version)
-        return self._adopt(weights), weights.digest
-
-    def _adopt(self, weights: Bucketed | WeightsRef) -> dict[str, int]:
-        """All of it waits in host memory or in the store before engines are asked to stop for it."""
-        num_bytes = self._workforce.adopt(weights)
-        return num_bytes | self._replace(self._workforce.dead(known_alive=num_bytes), weights)
-
-    def _publish_on_devices(self, version: int) -> tuple[dict[str, int], str]:
-        """Through the memory of the GPU that rank and engine are on."""
-        num_bytes = self._workforce.begin_update()
-        share = self._share_in_place if len(self._ranks) == 1 else self._share_by_buckets
-        num_bytes, (check, digest) = share(version, num_bytes)
-        alive = self._workforce.finish_update(num_bytes, version, check)
-        num_bytes = {name: size for name, size in num_bytes.items() if name in alive}
-        if dead := self._workforce.dead(known_alive=alive):
-            num_bytes |= self._replace(dead, self._bucket_weights(version))
-        return num_bytes, digest
-
-    def _share_in_place(self, version: int, num_bytes: dict[str, int]) -> tuple[dict[str, int], Any]:
-        """The engine reads the weights of the only rank where they lie, while that computes their digest."""
-        ((name, rank),) = self._ranks.items()
-        deadline_s = self._config.deadlines.publish
-        bucket = wait_for({name: rank.share_in_place.remote(version)}, "publish", deadline_s)[name]
-        finishing = {name: rank.finish_sharing.remote()}
-        num_bytes = self._workforce.load(num_bytes, [bucket])
-        return num_bytes, wait_for(finishing, "publish", deadline_s)[name]
-
-    def _share_by_buckets(self, version: int, num_bytes: dict[str, int]) -> tuple[dict[str, int], Any]:
-        """Ranks have parts: on each GPU they are gathered into one buffer after another."""
-        deadline_s = self._config.deadlines.publish
-        wait_for({name: rank.begin_sharing.remote(version) for name, rank in self._ranks.items()}, "publish", deadline_s)
-        while True:
-            sharing = {name: rank.share_bucket.remote() for name, rank in self._ranks.items()}
-            buckets = wait_for(sharing, "publish", deadline_s)
-            if self._from_rank_0(buckets) is None:
-                break
-            num_bytes = self._workforce.load(num_bytes, list(buckets.values()))
-        finishing = {name: rank.finish_sharing.remote() for name, rank in self._ranks.items()}
-        return num_bytes, self._from_rank_0(wait_for(finishing, "publish", deadline_s))
-
-    def _publish_by_broadcast(self, version: int) -> tuple[dict[str, int], str]:
-        """To all engines at once. If that breaks, whoever was late is ended, all take this version another way, and the next
-        one is broadcast among those who are there then."""
-        try:
-            num_bytes, digest = self._broadcast(version)
-        except (BroadcastBroken, RoleDied) as error:
-            late = self._part_with_engines()
-            log.warning("weights version %d goes another way: %s; late: %s", version, error, ", ".join(late) or "nobody")
-            self._workforce.end(late)
-            return self._publish_by_ray(version)
-        if dead := self._workforce.dead(known_alive=num_bytes):
-            num_bytes |= self._replace(dead, self._held_weights(version))
-        return num_bytes, digest
-
-    def _broadcast(self, version: int) -> tuple[dict[str, int], str]:
-        """Bucket by bucket; the first failure ends it, since the others may be waiting for whoever failed."""
-        deadline_s = self._config.deadlines.publish
-        num_bytes = self._workforce.begin_update()
-        self._meet_engines(list(num_bytes))
-        beginning = {name: rank.begin_broadcast.remote(version) for name, rank in self._ranks.items()}
-        rank_0, helping = self._ranks[RANK_0], {name: ref for name, ref in beginning.items() if name != RANK_0}
-        bucket = self._of_rank_0(beginning[RANK_0])
-        while bucket is not None:
-            taken = wait_for(
-                {RANK_0: rank_0.broadcast.remote()} | self._workforce.receiving(bucket, list(num_bytes)),
-                "publish",
-                deadline_s,
-            )
-            bucket = taken.pop(RANK_0)
-            num_bytes = {name: num_bytes[name] + size for name, size in taken.items()}
-        wait_for(helping, "publish", deadline_s)
-        check, digest = self._of_rank_0(rank_0.finish_sharing.remote())
-        alive = self._workforce.finish_update(num_bytes, version, check)
-        return {name: size for name, size in num_bytes.items() if name in alive}, digest
-
-    def _meet_engines(self, engines: list[str]) -> None:
-        """Form a group of trainer rank 0 and these, unless it is the one there is."""
-        if engines == self._met:
-            return
-        rank_0, deadline_s = self._ranks[RANK_0], self._config.deadlines.publish
-        self._met = []
-        meeting = self._of_rank_0(rank_0.open_group.remote(self._workforce.workers(engines)))
-        wait_for({RANK_0: rank_0.meet_engines.remote()} | self._workforce.joining(meeting, engines), "publish", deadline_s)
-        self._met = engines
-
-    def _part_with_engines(self) -> tuple[str, ...]:
-        """End the group; engines that did not come when they were last waited for."""
-        self._met = []
-        return self._of_rank_0(self._ranks[RANK_0].leave_group.remote())
-
     def weights_digest(self) -> str:
         """Of the policy the trainer holds now."""
-        return self._bucket_weights(version=0).digest
+        return self._publisher.bucket(version=0).digest
 
     def evaluate(self, weights_version: int) -> Evaluated:
         self._have_engines_serve(weights_version)
@@ -340,42 +230,6 @@ class Fleet:
         self.retire_checkpoints()
         return checkpoint
 
-    def _start_ray(self) -> None:
-        cluster = self._config.cluster
-        on_gpu = cluster.device is DeviceKind.CUDA
-        # Roles must not depend on where the leg was started, nor on what else is importable there.
-        environment = {"PYTHONPATH": os.pathsep.join(_import_paths()), "PYTHONWARNINGS": "ignore"} | _SHARING_CORES
-        common = {"log_to_driver": False, "logging_level": logging.ERROR, "runtime_env": {"env_vars": environment}}
-        if self._ray_address is not None:
-            self._join_ray(self._ray_address, common)
-            return
-        ray.init(
-            address="local",
-            num_cpus=cluster.num_devices + 1,
-            num_gpus=cluster.num_devices if on_gpu else 0,
-            resources={node_resource(node): cluster.devices_per_node for node in range(cluster.nodes)},
-            include_dashboard=False,
-            # Ray's default of 15 starves roles on a machine that does anything else: seen to slow training thirtyfold.
-            _system_config={"worker_niceness": 0},
-            _node_name=socket.gethostname(),
-            **common,
-        )
-
-    def _join_ray(self, address: str, common: dict[str, Any]) -> None:
-        """Its head answers before the node is part of it that we have to connect by, and the others come later still."""
-        ends_at = time.monotonic() + self._config.deadlines.start
-        here, missing = address.rpartition(":")[0], self._config.cluster.nodes
-        while missing:
-            try:
-                ray.init(address=address, _node_ip_address=here, ignore_reinit_error=True, **common)
-                missing = self._config.cluster.nodes - sum(node["Alive"] for node in ray.nodes())
-                trouble = f"{missing} of {self._config.cluster.nodes} nodes are missing"
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                trouble = one_line(error)
-            if missing and time.monotonic() > ends_at:
-                raise DeadlineExceeded(f"deadlines.start: Ray at {address}: {trouble}")
-            time.sleep(0.2 if missing else 0.0)
-
     def _start_roles(self, deadline_s: float) -> None:
         calls = self._workforce.start()
         calls[SCHEDULER] = self._scheduler.start.remote()
@@ -396,36 +250,10 @@ class Fleet:
         processes = wait_for_survivors(pids, "start", self._config.deadlines.start)
         processes["leg"] = os.getpid()
         if self._ray_address is None:
-            processes["ray node"] = _raylet_pid()
+            processes["ray node"] = raylet_pid()
         draft = self._leg_dir / "processes.json.partial"
         draft.write_text(json.dumps(processes, indent=1))
         os.replace(draft, self._leg_dir / "processes.json")
-
-    def _bucket_weights(self, version: int) -> Bucketed:
-        calls = {name: rank.bucket_weights.remote(version) for name, rank in self._ranks.items()}
-        return self._from_rank_0(wait_for(calls, "publish", self._config.deadlines.publish))
-
-    def _store_weights(self, version: int) -> WeightsRef:
-        calls = {name: rank.store_weights.remote(version) for name, rank in self._ranks.items()}
-        stored: WeightsRef = self._from_rank_0(wait_for(calls, "publish", self._config.deadlines.publish))
-        if stored.base is None:  # what came before it is not needed by any engine
-            self._beside.submit(self._retire_weights)
-        return stored
-
-    def _held_weights(self, version: int) -> Bucketed | WeightsRef:
-        """The weights of this version, for engines that missed them: from the store, or asked of the trainer again."""
-        if self._stored is not None and self._stored.version == version:
-            return self._stored
-        return self._bucket_weights(version)
-
-    def _retire_weights(self) -> None:
-        """As with checkpoints: what goes wrong with it costs room, and the next one tries again."""
-        try:
-            gone = retire_weights(self._store, self._run.run_id, self._config.store.grace_minutes * 60)
-        except RollError as error:
-            log.warning("weights of %s could not be retired: %s", self._run.run_id, error)
-            return
-        log.info("retired weights of %s: %s", self._run.run_id, gone)
 
     def _batch(self, collected: Collected) -> tuple[Collected, ray.ObjectRef | None]:
         refs = self._trajectories.get(collected.request.request_id)
@@ -433,9 +261,6 @@ class Fleet:
 
     def _from_rank_0(self, answers: dict[str, Any]) -> Any:
         return answers[RANK_0]
-
-    def _of_rank_0(self, answer: ray.ObjectRef) -> Any:
-        return wait_for({RANK_0: answer}, "publish", self._config.deadlines.publish)[RANK_0]
 
     def _lend_devices_to_trainer(self) -> None:
         """Engines on the trainer's devices give up what they are at, and sleep; the others go on."""
@@ -479,14 +304,14 @@ class Fleet:
                 dead = self._workforce.dead()
                 if not dead:
                     raise
-                self._replace(dead, self._held_weights(version))
+                self._replace(dead, self._publisher.held(version))
         return self._from_scheduler(ask(), stage, 1.1 * deadline_s)
 
     def _replace(self, dead: list[str], weights: Bucketed | WeightsRef) -> dict[str, int]:
         if not dead:
             return {}
         num_bytes = self._workforce.replace(dead, weights)
-        self._met = []
+        self._publisher.forget_group()
         welcome = self._scheduler.welcome.remote(self._workforce.engines(dead), self._workforce.graders(dead))
         self._from_scheduler(welcome, "start", self._config.deadlines.start)
         self._write_process_list()
@@ -494,13 +319,3 @@ class Fleet:
 
     def _from_scheduler(self, answer: ray.ObjectRef, stage: str, deadline_s: float) -> Any:
         return wait_for({SCHEDULER: answer}, stage, deadline_s)[SCHEDULER]
-
-
-def _raylet_pid() -> int:
-    """Of the node this process started: Ray has no public name for it."""
-    return ray._private.worker._global_node.all_processes["raylet"][0].process.pid
-
-
-def _import_paths() -> list[str]:
-    root = Path(__file__).resolve().parents[2]
-    return [str(root), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

@@ -1,0 +1,63 @@
+"""The Ray cluster of a leg: one that was started on all of its nodes, or one that is started here."""
+
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from roll_core.config.placement import ClusterConfig, DeviceKind, node_resource
+from roll_core.errors import DeadlineExceeded, one_line
+
+_SHARING_CORES = {"GOMP_SPINCOUNT": "300"}
+"""OpenMP threads of several roles share cores: those that wait must not spin for milliseconds, as libgomp's do."""
+
+
+def connect_ray(cluster: ClusterConfig, address: str | None, deadline_s: float) -> None:
+    """Until `ray.shutdown`. `address` is that of a cluster with its head on this machine; None starts one here."""
+    # Roles must not depend on where the leg was started, nor on what else is importable there.
+    environment = {"PYTHONPATH": os.pathsep.join(_import_paths()), "PYTHONWARNINGS": "ignore"} | _SHARING_CORES
+    common = {"log_to_driver": False, "logging_level": logging.ERROR, "runtime_env": {"env_vars": environment}}
+    if address is not None:
+        _join(address, cluster.nodes, deadline_s, common)
+        return
+    ray.init(
+        address="local",
+        num_cpus=cluster.num_devices + 1,
+        num_gpus=cluster.num_devices if cluster.device is DeviceKind.CUDA else 0,
+        resources={node_resource(node): cluster.devices_per_node for node in range(cluster.nodes)},
+        include_dashboard=False,
+        # Ray's default of 15 starves roles on a machine that does anything else: seen to slow training thirtyfold.
+        _system_config={"worker_niceness": 0},
+        _node_name=socket.gethostname(),
+        **common,
+    )
+
+
+def raylet_pid() -> int:
+    """Of the node this process started: Ray has no public name for it."""
+    return ray._private.worker._global_node.all_processes["raylet"][0].process.pid
+
+
+def _join(address: str, num_nodes: int, deadline_s: float, common: dict[str, Any]) -> None:
+    """Its head answers before the node is part of it that we have to connect by, and the others come later still."""
+    ends_at = time.monotonic() + deadline_s
+    here, missing = address.rpartition(":")[0], num_nodes
+    while missing:
+        try:
+            ray.init(address=address, _node_ip_address=here, ignore_reinit_error=True, **common)
+            missing = num_nodes - sum(node["Alive"] for node in ray.nodes())
+            trouble = f"{missing} of {num_nodes} nodes are missing"
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            trouble = one_line(error)
+        if missing and time.monotonic() > ends_at:
+            raise DeadlineExceeded(f"deadlines.start: Ray at {address}: {trouble}")
+        time.sleep(0.2 if missing else 0.0)
+
+
+def _import_paths() -> list[str]:
+    root = Path(__file__).resolve().parents[2]
+    return [str(root), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
