@@ -12,7 +12,10 @@ def test_two_sharded_ranks_and_two_engines_of_their_own_with_every_signal_while_
         str(workspace.config),
         *("--set", "cluster={devices_per_node: 4, threads_per_device: 1}"),
         *("--set", "placement={trainer: 0-1, engines: 2-3, reward_workers: 2}"),
-        *("--set", "training.optimizer_steps=2"),
+        *(
+            "--set",
+            "training={optimizer_steps: 2, optimizer: {learning_rate: 3.0e-4}}",
+        ),  # so that both sides see about the same
         *("--set", "algorithm={kind: grpo, kl_loss: {coefficient: 0.01}, entropy_coefficient: 0.001}"),
         *("--set", f"tracking={{uri: 'http://127.0.0.1:{free_port()}', drain_seconds: 2}}"),
     )
