@@ -1,8 +1,9 @@
 """What the roles of a run take of a GPU's memory, known before anything is started: by the torch backend, and an engine that
 shares the GPU with it or has one of its own.
 
-Activations are those of layers that were compiled: what the backward pass reads again, in bfloat16. Measured on an H200 with
-1.4 billion weights and 16,320 tokens: 58.4 GB at most, of which 58.2 are foreseen here; without compiling 80.9.
+Activations are those of layers that were compiled: what the backward pass reads again, in bfloat16. How much that is beside
+attention and matrices, and NOT_COMPILED, were fitted to two peaks on an H200 (1.4 billion weights, 16,320 tokens: 58.4 GB, and
+80.9 without compiling); other shapes were not measured.
 """
 
 import subprocess
