@@ -2,8 +2,8 @@
 shares the GPU with it or has one of its own.
 
 Activations are those of layers that were compiled: what the backward pass reads again, in bfloat16. How much that is beside
-attention and matrices, and NOT_COMPILED, were fitted to two peaks on an H200 (1.4 billion weights, 16,320 tokens: 58.4 GB, and
-80.9 without compiling); other shapes were not measured.
+attention and matrices, and NOT_COMPILED, were fitted to two peaks on an H200 (1.4 billion weights, 16,320 tokens: 58.4 GB,
+and 80.9 without compiling); other shapes were not measured.
 """
 
 import subprocess
