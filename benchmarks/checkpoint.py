@@ -144,7 +144,7 @@ def drop_from_page_cache(files: list[Path]) -> None:
 
 def learner_of(megabytes: int, folder: Path) -> Learner:
     num_layers = max(1, round(megabytes * 1e6 / BYTES_PER_PARAMETER / PARAMETERS_PER_LAYER))
-    learner = Learner(_config(num_layers, folder), rank=0, num_ranks=1, device=torch.device("cpu"))
+    learner = Learner(_config(num_layers, folder), rank=0, device=torch.device("cpu"))
     learner.snapshot()  # makes Adam's moments, and the memory that later copies go into
     return learner
 

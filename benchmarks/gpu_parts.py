@@ -38,7 +38,7 @@ from roll_core.inference.torch_engine import TorchEngine
 from roll_core.inference.vllm_engine import VllmEngine
 from roll_core.planning.memory import trainer_memory
 from roll_core.planning.model_shape import shape_of
-from roll_core.training.scorer import ScoreTokens
+from roll_core.training.scorer import WHOLE, ScoreTokens
 from roll_core.training.torch_backend import TorchBackend
 from roll_core.training.torch_trained import TorchSettings
 from roll_core.types.sample import Sample
@@ -192,8 +192,7 @@ def update(model: ScratchModel, sequences: int, new_tokens: int, training: Train
     )
 
     def step() -> None:
-        for micro_batch in micro_batches:
-            backend.accumulate(micro_batch, loss)
+        backend.accumulate(micro_batches, loss)
         backend.apply_gradients()
 
     seconds = []
@@ -271,7 +270,7 @@ def score_tokens(num_tokens: int, hidden: int = 1024, vocabulary: int = 151_936,
     targets_N = torch.randint(vocabulary, (num_tokens,), device=GPU)
 
     def fused() -> tuple[Tensor, Tensor]:
-        logprobs_N, entropies_N, _ = ScoreTokens.apply(hidden_NH, output_VH, targets_N, None, None, 1.0, chunk_tokens)
+        logprobs_N, entropies_N, _ = ScoreTokens.apply(hidden_NH, output_VH, targets_N, None, None, 1.0, chunk_tokens, WHOLE)
         return logprobs_N, entropies_N
 
     def plain() -> tuple[Tensor, Tensor]:

@@ -59,7 +59,7 @@ def checkpoint_at(run: FinishedRun, iteration: int) -> CheckpointRef:
 
 def open_learner(run: FinishedRun, checkpoint: CheckpointRef) -> Learner:
     """What a trainer rank learns with, continued from a checkpoint in the store."""
-    learner = Learner(run.config, rank=0, num_ranks=1, device=torch.device("cpu"))
+    learner = Learner(run.config, rank=0, device=torch.device("cpu"))
     with tempfile.TemporaryDirectory() as folder:
         download_files(run.store, checkpoint, Path(folder))
         learner.load(Path(folder))

@@ -28,8 +28,9 @@ from roll_core.config.training import Precision
 from roll_core.models.characters import VOCABULARY
 from roll_core.training.base import Policy
 from roll_core.training.learner import Learner
+from roll_core.training.loss_inputs import loss_inputs
 from roll_core.training.scorer import Scored
-from roll_core.training.torch_backend import TorchBackend, loss_inputs
+from roll_core.training.torch_backend import TorchBackend
 from roll_core.training.torch_trained import TorchSettings
 from roll_core.types.trajectory import GREEDY_ATTEMPT, Ending, Score, Trajectory, Turn
 
@@ -63,7 +64,7 @@ def seconds(act: Callable[[], Any], repeats: int) -> float:
 
 def measure(config: RunConfig, repeats: int) -> tuple[float, float, float]:
     """Seconds of credit, of the losses of an iteration, and of its whole update."""
-    learner = Learner(config, rank=0, num_ranks=1, device=torch.device("cpu"))
+    learner = Learner(config, rank=0, device=torch.device("cpu"))
     attempts = trajectories(config)
     prepared, inputs = learner.prepare(attempts, weights_version=0), build_batch(attempts).credit
     if config.algorithm.has_critic:
@@ -142,7 +143,7 @@ def main() -> None:
     print("[tokens, vocabulary] tensors made in forward and backward of a micro-batch:")
     for precision in Precision:
         config = load_config(QUICKSTART, [f"training.precision={precision}"])
-        learner = Learner(config, rank=0, num_ranks=1, device=torch.device("cpu"))
+        learner = Learner(config, rank=0, device=torch.device("cpu"))
         micro_batch = learner.prepare(trajectories(config), weights_version=0).steps[0][0]
         for entropy, full_kl in ((False, False), (True, False), (True, True)):
             name = f"{precision}{', entropy bonus' if entropy else ''}{', full KL' if full_kl else ''}"

@@ -31,7 +31,7 @@ class InProcess:
         self._config = config
         self._sampled_by = sampled_by or config
         self._engine_dtype = engine_dtype
-        self.learner = Learner(config, rank=0, num_ranks=1, device=torch.device("cpu"))
+        self.learner = Learner(config, rank=0, device=torch.device("cpu"))
         self.learner.build_teachers()
         self._iterations = count(1)
 

@@ -76,6 +76,8 @@ class LossInputs:
     global_sequences: float
     reference_logprobs_N: Tensor | None = None
     divergences_N: Tensor | None = None
+    is_fresh_N: Tensor | None = None
+    """Whether each token was sampled by the weights in training; for measuring, not for the loss."""
 
 
 @dataclass(frozen=True)

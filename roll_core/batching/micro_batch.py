@@ -56,6 +56,22 @@ class MicroBatch:
     def num_turns(self) -> int:
         return int(self.tokens.turn_N.max()) + 1 if len(self.place_N) else 0
 
+    @property
+    def has_one_sequence_a_row(self) -> bool:
+        """A prompt and one continuation: who looks at all that came before looks at nothing else."""
+        return bool((self.segment_RT <= 2).all()) and bool((self.prefix_RT <= 1).all())
+
+    def blank(self) -> "MicroBatch":
+        """One of the same step that trains nothing: a row of padding, as wide as this one's."""
+        nothing = torch.empty(0, dtype=torch.long, device=self.place_N.device)
+        row: dict[str, Any] = {
+            name: torch.zeros_like(getattr(self, name)[:1])
+            for name in ("token_ids_RT", "position_ids_RT", "segment_RT", "prefix_RT")
+        }
+        for name in ("predicted_by_N", "target_ids_N", "sequence_N", "place_N", "ends_S", "sample_S"):
+            row[name] = nothing
+        return replace(self, **row, tokens=self.tokens.take(nothing))
+
     def with_signals(self, **signals: Tensor) -> "MicroBatch":
         """With these fields of its token data filled in."""
         return replace(self, tokens=replace(self.tokens, **signals))

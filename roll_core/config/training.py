@@ -1,12 +1,12 @@
 """How the policy is updated, and how it is warm started."""
 
 from enum import StrEnum
-from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from roll_core.config.agreement import AgreementConfig
 from roll_core.config.base import Section
+from roll_core.config.layout import LayoutConfig
 
 
 class Decay(StrEnum):
@@ -28,6 +28,13 @@ class Packing(StrEnum):
     SHARED_PROMPTS = "shared_prompts"
 
 
+class TrainingBackend(StrEnum):
+    """TORCH: a Hugging Face model, sharded over all ranks (FSDP2). MEGATRON: by `training.layout`, for large models."""
+
+    TORCH = "torch"
+    MEGATRON = "megatron"
+
+
 class OptimizerConfig(Section):
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101)."""
 
@@ -47,7 +54,9 @@ class OptimizerConfig(Section):
 
 
 class TrainingConfig(Section):
-    backend: Literal["torch"] = "torch"
+    backend: TrainingBackend = TrainingBackend.TORCH
+    layout: LayoutConfig = LayoutConfig()
+    """Of the megatron backend."""
     optimizer: OptimizerConfig = OptimizerConfig()
     optimizer_steps: PositiveInt = 1
     """Optimizer steps per pass over the iteration's groups, which are split evenly between them."""

@@ -80,7 +80,7 @@ class TrainerRank:
                 rank=self._rank,
                 world_size=self._num_ranks,
             )
-        self._learner = Learner(self._config, rank=self._rank, num_ranks=self._num_ranks, device=device)
+        self._learner = Learner(self._config, rank=self._rank, device=device)
         self._load_teachers()
         self._engine_dtype = torch.bfloat16 if self._config.engines_in_bfloat16 else torch.float32
         self._writer = WeightsWriter(self._store, self._run_id, self._config.weights.full_every, self._engine_dtype)

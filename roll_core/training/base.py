@@ -1,6 +1,7 @@
 """What training backends must do. One object per trainer rank; all ranks get the same calls in the same order."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -24,6 +25,21 @@ class Policy(StrEnum):
 Snapshot = Callable[[Path], list[Path]]
 """Writes what was copied into a folder all ranks share, together with the other ranks, from any thread; answers the files
 this rank wrote. Only the newest snapshot of an object can be written: the next one reuses its memory."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of every batch a rank works on. Ranks that hold one copy of the model between them work on the same part;
+    one of them speaks for it, so that sums over all ranks count every part once.
+
+    Example (the second of two copies of a model, each on two ranks; the last rank): Share(index=1, count=2, speaks=True)
+    """
+
+    index: int
+    count: int
+    speaks: bool
+    row_multiple: int = 1
+    """Rows have a multiple of so many tokens, so that ranks can share them out."""
 
 
 class Trained(Protocol):
@@ -62,21 +78,31 @@ class Trained(Protocol):
 
 
 class TrainingBackend(Trained, Protocol):
-    """A policy in training, and the frozen policies it is compared with."""
+    """A policy in training, and the frozen policies it is compared with.
 
-    def logprobs(self, micro_batch: MicroBatch, policy: str) -> Tensor:
-        """Logprob of every trained token (N), without gradient."""
+    Micro-batches come several at a time, all of an optimizer step where it can be: the stages of a pipeline are busy only
+    while there are as many under way.
+    """
+
+    @property
+    def share(self) -> Share:
+        """Whose micro-batches this rank is given."""
         ...
 
-    def divergences(self, micro_batch: MicroBatch) -> Tensor:
+    def logprobs(self, micro_batches: Sequence[MicroBatch], policy: str) -> list[Tensor]:
+        """Logprob of every trained token (N) of each, without gradient."""
+        ...
+
+    def divergences(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """KL(current || reference) over the whole vocabulary, where each trained token is predicted (N), no gradient."""
         ...
 
-    def accumulate(self, micro_batch: MicroBatch, loss: LossFn) -> None:
-        """Add a micro-batch's gradient to those of this optimizer step."""
+    def accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFn) -> None:
+        """Add their gradients to those of this optimizer step. The loss is asked on ranks that know the logprobs, the one
+        that speaks for its share among them."""
         ...
 
-    def accumulate_beside_reference(self, micro_batch: MicroBatch, loss: LossFn) -> None:
+    def accumulate_beside_reference(self, micro_batches: Sequence[MicroBatch], loss: LossFn) -> None:
         """The same, with full-vocabulary divergences to the reference in the loss's inputs."""
         ...
 

@@ -57,10 +57,9 @@ class PreparedBatch:
 
 
 class Learner:
-    def __init__(self, config: RunConfig, *, rank: int, num_ranks: int, device: torch.device):
+    def __init__(self, config: RunConfig, *, rank: int, device: torch.device):
         self._config = config
         self._rank = rank
-        self._num_ranks = num_ranks
         self._algorithm = self._in_disagreement = _build(config.algorithm, config)
         if config.algorithm_in_disagreement is not config.algorithm:
             self._in_disagreement = _build(config.algorithm_in_disagreement, config)
@@ -89,8 +88,8 @@ class Learner:
         for step in range(num_steps):
             samples = demonstrations(step)
             tokens, chosen = untaught(_trained_tokens(samples)), range(len(samples))
-            for micro_batch in self._micro_batches(samples, tokens, chosen, _counts(samples), limits):
-                self._policy.accumulate(micro_batch, cross_entropy)
+            micro_batches = self._micro_batches(samples, tokens, chosen, _counts(samples), limits)
+            self._policy.accumulate(micro_batches, cross_entropy)
             metrics = self._policy.apply_gradients()
         self._policy.start_optimizer(self._config.training.optimizer, self._config.policy_optimizer_steps)
         if self._critic is not None:
@@ -186,32 +185,27 @@ class Learner:
         loss, agreement = self._accumulate_first(prepared, iteration)
         per_step = [with_effective_sample_size(self._policy.apply_gradients())]
         for micro_batches in (prepared.steps * self._config.training.epochs)[1:]:
-            for micro_batch in micro_batches:
-                self._accumulate(micro_batch, loss)
+            self._accumulate(micro_batches, loss)
             per_step.append(with_effective_sample_size(self._policy.apply_gradients()))
         return _mean_over_steps(per_step) | agreement
 
     def _accumulate_first(self, prepared: PreparedBatch, iteration: int) -> tuple[LossFn, Metrics]:
         """The gradients of the first step, by the loss that all steps take once it is known how far sampler and trainer are
         apart. Anchors tell before; without them the step itself does, and is done again if it takes the other loss."""
-        agreement, usual = Agreement(), self._algorithm.loss
+        agreement, usual = Agreement(self._policy.share), self._algorithm.loss
         self._seed_chance("update", iteration)
         if self._knows_anchors:
             for micro_batch in chain(*prepared.steps):
-                anchor_logprobs_N = micro_batch.tokens.anchor_logprobs_N
-                assert anchor_logprobs_N is not None
-                agreement.note(anchor_logprobs_N, micro_batch)
+                agreement.note_anchors(micro_batch.tokens)
             loss, metrics = self._judge(agreement.metrics(), iteration)
         else:
-            for micro_batch in prepared.steps[0]:
-                self._accumulate(micro_batch, agreement.noting(usual, micro_batch))
+            self._accumulate(prepared.steps[0], agreement.noting(usual))
             loss, metrics = self._judge(agreement.metrics(), iteration)
             if loss is usual:
                 return loss, metrics
             self._policy.discard_gradients()
             self._seed_chance("update", iteration)
-        for micro_batch in prepared.steps[0]:
-            self._accumulate(micro_batch, loss)
+        self._accumulate(prepared.steps[0], loss)
         return loss, metrics
 
     def _judge(self, metrics: Metrics, iteration: int) -> tuple[LossFn, Metrics]:
@@ -226,11 +220,11 @@ class Learner:
         algorithm = self._algorithm if complaint is None else self._in_disagreement
         return algorithm.loss, metrics | {f"{MISMATCH}beyond": float(complaint is not None)}
 
-    def _accumulate(self, micro_batch: MicroBatch, loss: LossFn) -> None:
+    def _accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFn) -> None:
         if self._algorithm.full_kl_loss:
-            self._policy.accumulate_beside_reference(micro_batch, loss)
+            self._policy.accumulate_beside_reference(micro_batches, loss)
         else:
-            self._policy.accumulate(micro_batch, loss)
+            self._policy.accumulate(micro_batches, loss)
 
     @property
     def _knows_anchors(self) -> bool:
@@ -266,36 +260,35 @@ class Learner:
             found = [self._critic.values(share) for share in shares]
             outcomes = replace(
                 outcomes,
-                values_N=_gather(num_tokens, [(s.place_N, v.values_N) for s, v in zip(shares, found, strict=True)]),
-                final_values_S=_gather(
-                    num_samples, [(s.sample_S, v.final_values_S) for s, v in zip(shares, found, strict=True)]
-                ),
+                values_N=self._gather(num_tokens, [s.place_N for s in shares], [v.values_N for v in found]),
+                final_values_S=self._gather(num_samples, [s.sample_S for s in shares], [v.final_values_S for v in found]),
             )
         if Signal.TEACHER in signals:
             outcomes = replace(outcomes, **self._taught(shares, inputs))
 
-        def per_token(score: Callable[[MicroBatch], Tensor]) -> Tensor:
-            return _gather(num_tokens, [(share.place_N, score(share)) for share in shares])
-
-        scores: dict[Signal, Callable[[MicroBatch], Tensor]] = {
-            Signal.ANCHOR: lambda share: self._policy.logprobs(share, Policy.CURRENT),
-            Signal.REFERENCE: lambda share: self._policy.logprobs(share, Policy.REFERENCE),
-            Signal.DIVERGENCE: self._policy.divergences,
+        scores: dict[Signal, Callable[[], list[Tensor]]] = {
+            Signal.ANCHOR: lambda: self._policy.logprobs(shares, Policy.CURRENT),
+            Signal.REFERENCE: lambda: self._policy.logprobs(shares, Policy.REFERENCE),
+            Signal.DIVERGENCE: lambda: self._policy.divergences(shares),
         }
         names = {
             Signal.ANCHOR: "anchor_logprobs_N",
             Signal.REFERENCE: "reference_logprobs_N",
             Signal.DIVERGENCE: "divergences_N",
         }
-        asked: dict[str, Any] = {names[signal]: per_token(score) for signal, score in scores.items() if signal in signals}
+        places = [share.place_N for share in shares]
+        asked: dict[str, Any] = {
+            names[signal]: self._gather(num_tokens, places, score()) for signal, score in scores.items() if signal in signals
+        }
         return replace(inputs, outcomes=outcomes, **asked)
 
     def _taught(self, shares: list[MicroBatch], inputs: CreditInputs) -> dict[str, Tensor]:
         """Logprobs of every teacher, and how much each counts: nothing outside its domains."""
         assert isinstance(self._config.algorithm, Distillation)
         teachers, sequence_N = self._config.algorithm.teachers, inputs.outcomes.sequence_N
+        places = [share.place_N for share in shares]
         logprobs = [
-            _gather(len(sequence_N), [(share.place_N, self._policy.logprobs(share, teacher_name(k))) for share in shares])
+            self._gather(len(sequence_N), places, self._policy.logprobs(shares, teacher_name(k)))
             for k in range(len(teachers))
         ]
         weights_KD = torch.tensor(
@@ -321,15 +314,25 @@ class Learner:
         counts = _counts([samples[number] for number in step])
         chosen = [number for number in step if number in pulling]
         micro_batches = self._micro_batches(samples, tokens, chosen, counts, self._limits())
-        return tuple(self._with_loss_signals(micro_batch) for micro_batch in micro_batches)
+        return tuple(self._with_loss_signals(micro_batches, tokens))
 
-    def _with_loss_signals(self, micro_batch: MicroBatch) -> MicroBatch:
+    def _with_loss_signals(self, micro_batches: list[MicroBatch], tokens: TokenData) -> list[MicroBatch]:
         signals = self._in_disagreement.loss_signals
-        if Signal.ANCHOR in signals and micro_batch.tokens.anchor_logprobs_N is None:
-            micro_batch = micro_batch.with_signals(anchor_logprobs_N=self._policy.logprobs(micro_batch, Policy.CURRENT))
-        if Signal.REFERENCE in signals and micro_batch.tokens.reference_logprobs_N is None:
-            micro_batch = micro_batch.with_signals(reference_logprobs_N=self._policy.logprobs(micro_batch, Policy.REFERENCE))
-        return micro_batch
+        if Signal.ANCHOR in signals and tokens.anchor_logprobs_N is None:
+            found = self._policy.logprobs(micro_batches, Policy.CURRENT)
+            micro_batches = [m.with_signals(anchor_logprobs_N=each) for m, each in zip(micro_batches, found, strict=True)]
+        if Signal.REFERENCE in signals and tokens.reference_logprobs_N is None:
+            found = self._policy.logprobs(micro_batches, Policy.REFERENCE)
+            micro_batches = [m.with_signals(reference_logprobs_N=each) for m, each in zip(micro_batches, found, strict=True)]
+        return micro_batches
+
+    def _gather(self, size: int, places: list[Tensor], parts: list[Tensor]) -> Tensor:
+        """Values at their places in the batch, from all ranks: every place is in some rank's share."""
+        values = torch.zeros(size, dtype=torch.float64)
+        if self._policy.share.speaks:
+            for place, part in zip(places, parts, strict=True):
+                values[place] = part.double()
+        return over_ranks(values)
 
     def _micro_batches(
         self,
@@ -339,8 +342,9 @@ class Learner:
         counts: GlobalCounts,
         limits: PackingLimits,
     ) -> list[MicroBatch]:
+        share = self._policy.share
         return build_micro_batches(
-            samples, tokens, chosen=chosen, counts=counts, rank=self._rank, num_ranks=self._num_ranks, limits=limits
+            samples, tokens, chosen=chosen, counts=counts, rank=share.index, num_ranks=share.count, limits=limits
         )
 
     def _limits(self) -> PackingLimits:
@@ -349,7 +353,7 @@ class Learner:
             training.micro_batch_tokens,
             training.row_tokens,
             training.packing,
-            width_multiple=COMPILED_WIDTHS if training.compile else 1,
+            width_multiple=COMPILED_WIDTHS if training.compile else self._policy.share.row_multiple,
         )
 
 
@@ -383,14 +387,6 @@ def _token_data(inputs: CreditInputs, credit: Credit, is_fresh_N: Tensor) -> Tok
         is_fresh_N=is_fresh_N,
         **{name: tensor.float() for name, tensor in optional.items() if tensor is not None},
     )
-
-
-def _gather(size: int, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Values at their places in the batch, from all ranks: every place is some rank's."""
-    values = torch.zeros(size, dtype=torch.float64)
-    for place, part in parts:
-        values[place] = part.double()
-    return over_ranks(values)
 
 
 def _counts(samples: Sequence[Sample]) -> GlobalCounts:

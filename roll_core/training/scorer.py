@@ -1,14 +1,16 @@
 """Logprobs, entropies and divergences of the trained tokens of a micro-batch, one chunk of logits at a time.
 
 Only positions that predict a trained token reach the output layer. A chunk's logits live in one buffer that is overwritten
-step by step; the backward pass computes them anew, so that none are kept. Shapes: N trained tokens, C tokens of a chunk, H
-hidden, V vocabulary.
+step by step; the backward pass computes them anew, so that none are kept. Ranks may share out the vocabulary: each computes
+the logits of its part, and what is read off them is put together. Shapes: N trained tokens, C tokens of a chunk, H hidden, V
+vocabulary, or a rank's part of it.
 """
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -31,6 +33,40 @@ class Reference:
     output_VH: Tensor
 
 
+@dataclass(frozen=True)
+class Vocabulary:
+    """The part of it whose logits this rank computes: from token `start` on; with no `group`, all of it."""
+
+    start: int = 0
+    group: dist.ProcessGroup | None = None
+
+    def sum(self, part: Tensor) -> Tensor:
+        if self.group is not None:
+            dist.all_reduce(part, group=self.group)
+        return part
+
+    def max(self, part: Tensor) -> Tensor:
+        if self.group is not None:
+            dist.all_reduce(part, dist.ReduceOp.MAX, group=self.group)
+        return part
+
+    def logsumexp(self, logits_CV: Tensor) -> Tensor:
+        part_C = logits_CV.logsumexp(1, keepdim=True)
+        if self.group is None:
+            return part_C
+        highest_C = self.max(part_C.clone())
+        return highest_C + self.sum((part_C - highest_C).exp()).log()
+
+    def locate(self, targets_C: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Columns [C, 1] of targets among the logits here, and whether they are here; those that are not get any column."""
+        column_C = targets_C[:, None] - self.start
+        is_here_C = (column_C >= 0) & (column_C < size)
+        return column_C.clamp(0, size - 1), is_here_C
+
+
+WHOLE = Vocabulary()
+
+
 class TokenScorer(nn.Module):
     """A module of its own, so that sharding hooks see one forward call around everything that needs weights."""
 
@@ -46,25 +82,45 @@ class TokenScorer(nn.Module):
         hidden_NH = hidden_RTH.flatten(0, 1)[micro_batch.predicted_by_N]
         output_VH = self.model.get_output_embeddings().weight
         if not len(hidden_NH):
-            # Nothing to score; the zero still hangs on every weight, so that all ranks run the same backward collectives.
-            nothing = ((hidden_RTH.sum() + output_VH.sum()) * 0.0).float().expand(0)
-            return Scored(nothing, nothing, nothing if reference is not None else None)
-        scores = ScoreTokens.apply(
-            hidden_NH,
-            output_VH,
-            micro_batch.target_ids_N,
-            None if reference is None else reference.hidden_NH,
-            None if reference is None else reference.output_VH,
-            self._temperature,
-            # At least in quarters: logits of a whole micro-batch never exist at once, however small it is.
-            min(self._chunk_tokens, -(-len(hidden_NH) // 4)),
+            return nothing_scored(hidden_RTH, output_VH, reference)
+        return score_tokens(
+            hidden_NH, output_VH, micro_batch.target_ids_N, reference, self._temperature, self._chunk_tokens, WHOLE
         )
-        return Scored(*scores)
 
     def reference_states(self, micro_batch: MicroBatch) -> Reference:
         """What another policy needs of this one to be compared with it over the whole vocabulary."""
         hidden_RTH = last_hidden_states(self.model.base_model, micro_batch)
         return Reference(hidden_RTH.flatten(0, 1)[micro_batch.predicted_by_N], self.model.get_output_embeddings().weight)
+
+
+def score_tokens(
+    hidden_NH: Tensor,
+    output_VH: Tensor,
+    targets_N: Tensor,
+    reference: Reference | None,
+    temperature: float,
+    chunk_tokens: int,
+    vocabulary: Vocabulary,
+) -> Scored:
+    """Where the vocabulary is shared out, the gradient of hidden states is this rank's part of it: who gave them adds up."""
+    scores = ScoreTokens.apply(
+        hidden_NH,
+        output_VH,
+        targets_N,
+        None if reference is None else reference.hidden_NH,
+        None if reference is None else reference.output_VH,
+        temperature,
+        # At least in quarters: logits of a whole micro-batch never exist at once, however small it is.
+        min(chunk_tokens, -(-len(hidden_NH) // 4)),
+        vocabulary,
+    )
+    return Scored(*scores)
+
+
+def nothing_scored(hidden: Tensor, output_VH: Tensor, reference: Reference | None) -> Scored:
+    """The zero still hangs on every weight, so that all ranks run the same backward collectives."""
+    nothing = ((hidden.sum() + output_VH.sum()) * 0.0).float().expand(0)
+    return Scored(nothing, nothing, nothing if reference is not None else None)
 
 
 def last_hidden_states(base_model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
@@ -95,9 +151,10 @@ class ScoreTokens(torch.autograd.Function):
         reference_VH: Tensor | None,
         temperature: float,
         chunk_tokens: int,
+        vocabulary: Vocabulary,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        arithmetic = _Arithmetic.current(output_VH, temperature)
+        arithmetic = _Arithmetic.current(output_VH, temperature, vocabulary)
         with torch.autocast(hidden_NH.device.type, enabled=False):
             scores, normalizers_N = _score_chunks(
                 hidden_NH, output_VH, targets_N, reference_NH, reference_VH, arithmetic, chunk_tokens
@@ -114,7 +171,7 @@ class ScoreTokens(torch.autograd.Function):
             ctx.saved_tensors
         )
         if grad_logprobs_N is None and grad_entropies_N is None and grad_divergences_N is None:
-            return (None,) * 7
+            return (None,) * 8
         arithmetic: _Arithmetic = ctx.arithmetic
         output = output_VH.to(arithmetic.dtype)
         grad_hidden_NH = torch.empty_like(hidden_NH)
@@ -143,13 +200,14 @@ class ScoreTokens(torch.autograd.Function):
                     slope_CV.sub_(other_CV.mul_(grad_divergences_N[chunk, None]))
                 slope_CV.mul_(probabilities_CV)
             if grad_logprobs_N is not None:
-                slope_CV.scatter_add_(1, targets_N[chunk, None], grad_logprobs_N[chunk, None])
+                column_C, is_here_C = arithmetic.vocabulary.locate(targets_N[chunk], slope_CV.shape[1])
+                slope_CV.scatter_add_(1, column_C, torch.where(is_here_C, grad_logprobs_N[chunk, None], 0.0))
             slope = slope_CV.div_(arithmetic.temperature).to(arithmetic.dtype)
             grad_hidden_NH[chunk] = (slope @ output).to(grad_hidden_NH.dtype)
             if grad_output_VH is not None:
                 grad_output_VH += slope.T @ hidden_CH
         grad_output = None if grad_output_VH is None else grad_output_VH.to(output_VH.dtype)
-        return grad_hidden_NH, grad_output, None, None, None, None, None
+        return grad_hidden_NH, grad_output, None, None, None, None, None, None
 
 
 def _score_chunks(
@@ -162,20 +220,21 @@ def _score_chunks(
     chunk_tokens: int,
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor]:
     """Scores, and the log-normalisers. One [C, V] buffer a chunk: logits, then probabilities, then -p log p."""
-    output = output_VH.to(arithmetic.dtype)
+    output, vocabulary = output_VH.to(arithmetic.dtype), arithmetic.vocabulary
     logprobs, entropies, normalizers, divergences = [], [], [], []
     for start in range(0, len(hidden_NH), chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
         buffer_CV = arithmetic.logits(hidden_NH[chunk], output)
-        target_C = buffer_CV.gather(1, targets_N[chunk, None]).squeeze(1)
-        highest_C = buffer_CV.amax(1, keepdim=True)
-        total_C = buffer_CV.sub_(highest_C).exp_().sum(1, keepdim=True)
+        column_C, is_here_C = vocabulary.locate(targets_N[chunk], buffer_CV.shape[1])
+        target_C = vocabulary.sum(torch.where(is_here_C, buffer_CV.gather(1, column_C), 0.0)).squeeze(1)
+        highest_C = vocabulary.max(buffer_CV.amax(1, keepdim=True))
+        total_C = vocabulary.sum(buffer_CV.sub_(highest_C).exp_().sum(1, keepdim=True))
         normalizer_C = (highest_C + total_C.log()).squeeze(1)
         probabilities_CV = buffer_CV.div_(total_C)
         expected_C = None
         if reference_NH is not None and reference_VH is not None:
-            expected_C = _expected(probabilities_CV, arithmetic.logprobs(reference_NH[chunk], reference_VH))
-        entropy_C = torch.special.entr(probabilities_CV, out=probabilities_CV).sum(1)
+            expected_C = vocabulary.sum(_expected(probabilities_CV, arithmetic.logprobs(reference_NH[chunk], reference_VH)))
+        entropy_C = vocabulary.sum(torch.special.entr(probabilities_CV, out=probabilities_CV).sum(1))
         if expected_C is not None:
             divergences.append(-entropy_C - expected_C)
         logprobs.append(target_C - normalizer_C)
@@ -192,12 +251,13 @@ class _Arithmetic:
     dtype: torch.dtype
     wide: torch.dtype
     temperature: float
+    vocabulary: Vocabulary
 
     @staticmethod
-    def current(weight: Tensor, temperature: float) -> "_Arithmetic":
+    def current(weight: Tensor, temperature: float, vocabulary: Vocabulary) -> "_Arithmetic":
         device = weight.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        return _Arithmetic(dtype, torch.promote_types(dtype, torch.float32), temperature)
+        return _Arithmetic(dtype, torch.promote_types(dtype, torch.float32), temperature, vocabulary)
 
     def logits(self, hidden_CH: Tensor, output_VH: Tensor) -> Tensor:
         """A buffer of the caller's own, to overwrite."""
@@ -205,7 +265,7 @@ class _Arithmetic:
 
     def logprobs(self, hidden_CH: Tensor, output_VH: Tensor) -> Tensor:
         logits_CV = self.logits(hidden_CH, output_VH.to(self.dtype))
-        return logits_CV.sub_(logits_CV.logsumexp(1, keepdim=True))
+        return logits_CV.sub_(self.vocabulary.logsumexp(logits_CV))
 
 
 def _expected(probabilities_CV: Tensor, values_CV: Tensor) -> Tensor:

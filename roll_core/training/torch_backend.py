@@ -1,6 +1,6 @@
 """The `torch` training backend: a Hugging Face causal language model, and the frozen policies it is compared with."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from roll_core.algorithms.inputs import LossFn, LossInputs
+from roll_core.algorithms.inputs import LossFn
 from roll_core.batching.micro_batch import MicroBatch
 from roll_core.config.model import ModelConfig
 from roll_core.errors import RollError
 from roll_core.models.checkpoint_names import as_checkpoint
-from roll_core.training.base import Policy
-from roll_core.training.scorer import Reference, Scored, TokenScorer
-from roll_core.training.torch_trained import TorchSettings, TorchTrained, whole, world_size
+from roll_core.training.base import Policy, Share
+from roll_core.training.loss_inputs import loss_inputs
+from roll_core.training.scorer import Reference, TokenScorer
+from roll_core.training.torch_trained import TorchSettings, TorchTrained, rank, whole, world_size
 
 
 class TorchBackend(TorchTrained):
@@ -27,30 +28,36 @@ class TorchBackend(TorchTrained):
         self._frozen: dict[str, TokenScorer] = {}
         super().__init__(self._scorer, settings, area="update")
 
+    @property
+    def share(self) -> Share:
+        return Share(rank(), world_size(), speaks=True)
+
     @torch.no_grad()
-    def logprobs(self, micro_batch: MicroBatch, policy: str) -> Tensor:
+    def logprobs(self, micro_batches: Sequence[MicroBatch], policy: str) -> list[Tensor]:
         scorer = self._scorer if policy == Policy.CURRENT else self._frozen[policy]
         with self._settings.arithmetic():
-            return scorer(micro_batch.to(self._settings.device)).logprobs_N.cpu()
+            return [scorer(each.to(self._settings.device)).logprobs_N.cpu() for each in micro_batches]
 
     @torch.no_grad()
-    def divergences(self, micro_batch: MicroBatch) -> Tensor:
-        batch = micro_batch.to(self._settings.device)
+    def divergences(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        batches = [each.to(self._settings.device) for each in micro_batches]
         with self._settings.arithmetic():
-            divergences_N = self._scorer(batch, self._reference_states(batch)).divergences_N
-        return divergences_N.cpu()
+            scored = [self._scorer(batch, self._reference_states(batch)) for batch in batches]
+        return [each.divergences_N.cpu() for each in scored]
 
-    def accumulate(self, micro_batch: MicroBatch, loss: LossFn) -> None:
-        batch = micro_batch.to(self._settings.device)
-        with self._settings.arithmetic():
-            scored = self._scorer(batch)
-        self._backward(loss(loss_inputs(batch, scored)), len(scored.logprobs_N))
+    def accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFn) -> None:
+        for micro_batch in micro_batches:
+            batch = micro_batch.to(self._settings.device)
+            with self._settings.arithmetic():
+                scored = self._scorer(batch)
+            self._backward(loss(loss_inputs(batch, scored)), len(scored.logprobs_N))
 
-    def accumulate_beside_reference(self, micro_batch: MicroBatch, loss: LossFn) -> None:
-        batch = micro_batch.to(self._settings.device)
-        with self._settings.arithmetic():
-            scored = self._scorer(batch, self._reference_states(batch))
-        self._backward(loss(loss_inputs(batch, scored)), len(scored.logprobs_N))
+    def accumulate_beside_reference(self, micro_batches: Sequence[MicroBatch], loss: LossFn) -> None:
+        for micro_batch in micro_batches:
+            batch = micro_batch.to(self._settings.device)
+            with self._settings.arithmetic():
+                scored = self._scorer(batch, self._reference_states(batch))
+            self._backward(loss(loss_inputs(batch, scored)), len(scored.logprobs_N))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         parameters = self._scorer.model.named_parameters()
@@ -84,25 +91,3 @@ def _build_scorer(model: ModelConfig, settings: TorchSettings) -> TokenScorer:
     if world_size() > 1:
         register_fsdp_forward_method(scorer, "reference_states")
     return scorer
-
-
-def loss_inputs(batch: MicroBatch, scored: Scored) -> LossInputs:
-    tokens, logprobs_N = batch.tokens, scored.logprobs_N
-    return LossInputs(
-        policy_logprobs_N=logprobs_N,
-        entropies_N=scored.entropies_N,
-        # One optimizer step: the policy is still the anchor.
-        anchor_logprobs_N=logprobs_N.detach() if tokens.anchor_logprobs_N is None else tokens.anchor_logprobs_N,
-        sampler_logprobs_N=tokens.sampler_logprobs_N,
-        advantages_N=tokens.advantages_N,
-        weights_N=tokens.weights_N,
-        mask_N=torch.ones_like(logprobs_N),
-        sequence_N=batch.sequence_N,
-        num_sequences=batch.num_sequences,
-        turn_N=tokens.turn_N,
-        num_turns=batch.num_turns,
-        global_tokens=batch.counts.tokens,
-        global_sequences=batch.counts.sequences,
-        reference_logprobs_N=tokens.reference_logprobs_N,
-        divergences_N=scored.divergences_N,
-    )

@@ -26,6 +26,7 @@ from roll_core.config.model import ModelConfig
 from roll_core.config.training import OptimizerConfig, Precision, TrainingConfig
 from roll_core.models.causal_lm import build_model
 from roll_core.training.base import Snapshot
+from roll_core.training.checkpoint_files import written_files
 from roll_core.training.host_copy import HostCopy
 from roll_core.training.residence import Residence, lay_flat
 from roll_core.training.schedule import learning_rate_at
@@ -135,8 +136,7 @@ class TorchTrained:
         def write(folder: Path) -> list[Path]:
             # Their own group: the ranks go on training, and the order of collectives within a group must be the same.
             dcp.save(state, checkpoint_id=folder, no_dist=world_size() == 1, process_group=self._writers)
-            mine = sorted(folder.glob(f"__{rank()}_*.distcp"))
-            return [*mine, folder / ".metadata"] if rank() == 0 else mine
+            return written_files(folder)
 
         return write
 

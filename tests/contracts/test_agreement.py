@@ -15,6 +15,7 @@ from roll_core.batching.packing import PackingLimits
 from roll_core.config.training import Packing
 from roll_core.errors import SamplerDisagrees
 from roll_core.training.agreement import Agreement
+from roll_core.training.base import Share
 from roll_core.types.manifest import Metrics
 from tests.in_process import InProcess, warm_checkpoint
 from tests.micro_batches import cut, random_tokens
@@ -155,10 +156,11 @@ def noted(rank: int, num_ranks: int) -> Metrics:
     generator = torch.Generator().manual_seed(5)
     trainer_logprobs_N = tokens.sampler_logprobs_N + torch.randn(len(tokens.turn_N), generator=generator)
     tokens.is_fresh_N[::3] = False
-    agreement = Agreement()
+    agreement = Agreement(Share(rank, num_ranks, speaks=True))
     limits = PackingLimits(micro_batch_tokens=26, row_tokens=None, packing=Packing.ROWS)
     for micro_batch in cut(samples, limits, tokens, rank=rank, num_ranks=num_ranks):
-        agreement.note(trainer_logprobs_N[micro_batch.place_N], micro_batch)
+        scored = micro_batch.with_signals(anchor_logprobs_N=trainer_logprobs_N[micro_batch.place_N])
+        agreement.note_anchors(scored.tokens)
     return agreement.metrics()
 
 

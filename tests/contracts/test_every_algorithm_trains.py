@@ -84,14 +84,14 @@ class Recording:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def logprobs(self, micro_batch: Any, policy: str) -> torch.Tensor:
+    def logprobs(self, micro_batches: Any, policy: str) -> list[torch.Tensor]:
         known = {"current": Signal.ANCHOR, "reference": Signal.REFERENCE}
         self.asked.add(known.get(policy, Signal.TEACHER))
-        return self._backend.logprobs(micro_batch, policy)
+        return self._backend.logprobs(micro_batches, policy)
 
-    def divergences(self, micro_batch: Any) -> torch.Tensor:
+    def divergences(self, micro_batches: Any) -> list[torch.Tensor]:
         self.asked.add(Signal.DIVERGENCE)
-        return self._backend.divergences(micro_batch)
+        return self._backend.divergences(micro_batches)
 
     def values(self, micro_batch: Any) -> Any:
         self.asked.add(Signal.VALUES)

@@ -23,7 +23,7 @@ TEXT = "".join(characters.CHARACTERS) + "sort 3 1 2 =\n\n  <eos><pad>"
 
 def learned(folder: Path, model: dict[str, object]) -> Learner:
     """A policy that is not the one it started as."""
-    learner = Learner(tiny_config(folder, model=model), rank=0, num_ranks=1, device=torch.device("cpu"))
+    learner = Learner(tiny_config(folder, model=model), rank=0, device=torch.device("cpu"))
     before = [tensor.clone() for _, tensor in learner.weights()]
     trajectories = [trajectory(group, attempt, float(attempt % 2)) for group in range(4) for attempt in range(4)]
     learner.update(learner.prepare(trajectories, weights_version=0), 1)

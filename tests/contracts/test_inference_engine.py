@@ -295,7 +295,7 @@ def test_sampler_and_trainer_agree_on_the_logprob_of_every_token_after_several_u
     backend = trainer(architecture, temperature, seed=3)
     for request, completion in zip(asked, model_subject.run(after_updates()), strict=True):
         (batch,) = cut([as_sample(request.prompt_ids, completion.token_ids)], PackingLimits(1000, None, Packing.ROWS))
-        difference = backend.logprobs(batch, Policy.CURRENT) - torch.tensor(completion.sampler_logprobs)
+        difference = backend.logprobs([batch], Policy.CURRENT)[0] - torch.tensor(completion.sampler_logprobs)
         assert difference.abs().max().item() < 1e-4
 
 
@@ -313,7 +313,7 @@ def test_a_prompt_that_several_share_is_computed_by_the_weights_of_the_day(model
     backend = trainer(architecture, seed=3)
     for completion in model_subject.run(before_and_after()):
         (batch,) = cut([as_sample(prompt, completion.token_ids)], PackingLimits(1000, None, Packing.ROWS))
-        difference = backend.logprobs(batch, Policy.CURRENT) - torch.tensor(completion.sampler_logprobs)
+        difference = backend.logprobs([batch], Policy.CURRENT)[0] - torch.tensor(completion.sampler_logprobs)
         assert difference.abs().max().item() < 1e-4
 
 

@@ -133,8 +133,7 @@ def loss_and_gradients(layout: Layout, name: str, rank: int) -> tuple[float, dic
         # another architecture, so that the two distributions differ
         backend.build_frozen(Policy.REFERENCE, ScratchModel(max_positions=32, architecture=Architecture.LLAMA))
         accumulate = backend.accumulate_beside_reference if name == "vocabulary" else backend.accumulate
-        for micro_batch in parts:
-            accumulate(micro_batch, loss_of(LOSSES[name]))
+        accumulate(parts, loss_of(LOSSES[name]))
     gradients = {weight: gradient.clone() for weight, gradient in backend.gradients()}
     metrics = backend.apply_gradients()
     return metrics["critic/loss" if name == "values" else "update/loss"], gradients, len(parts)
@@ -158,8 +157,7 @@ def _in_rank(rank: int, num_ranks: int, folder: str) -> None:
 
 
 def _step(backend: TorchBackend, layout: Layout, rank: int) -> None:
-    for micro_batch in micro_batches(layout, rank):
-        backend.accumulate(micro_batch, loss_of(ALGORITHM))
+    backend.accumulate(micro_batches(layout, rank), loss_of(ALGORITHM))
     backend.apply_gradients()
 
 
@@ -222,7 +220,7 @@ def learn(rank: int, num_ranks: int, folder: Path) -> None:
     """Two iterations of PPO with a KL in the reward, on this rank's share; rank 0 leaves weights and metrics behind."""
     algorithm = {"kind": "ppo", "shaping": {"kl": {"estimator": "k3", "adaptive": {"target": 0.1}}, "normalize": {}}}
     config = tiny_config(folder, algorithm=algorithm, training={"optimizer": {"learning_rate": 1e-3}, "optimizer_steps": 2})
-    learner = Learner(config, rank=rank, num_ranks=num_ranks, device=torch.device("cpu"))
+    learner = Learner(config, rank=rank, device=torch.device("cpu"))
     learner.snapshot()(folder / f"start-{num_ranks}")
     learner.load_frozen(Policy.REFERENCE, folder / f"start-{num_ranks}")
     for iteration in (1, 2):
@@ -255,8 +253,7 @@ def test_skipping_zero_advantages_changes_no_gradient():
     found = []
     for chosen in (range(NUM_SAMPLES), range(0, NUM_SAMPLES, 2)):
         backend = new_backend(REFERENCE)
-        for micro_batch in cut(samples, REFERENCE.limits, half_idle, chosen=chosen):
-            backend.accumulate(micro_batch, loss_of(Grpo()))
+        backend.accumulate(cut(samples, REFERENCE.limits, half_idle, chosen=chosen), loss_of(Grpo()))
         found.append(dict(backend.gradients()))
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-5, atol=1e-7)
@@ -267,7 +264,7 @@ def test_logprobs_are_those_of_the_plain_model(architecture):
     backend = new_backend(Layout(chunk_tokens=5), ScratchModel(max_positions=32, architecture=architecture))
     samples = random_samples(NUM_SAMPLES)
     (batch,) = cut(samples, REFERENCE.limits)
-    scored = iter(backend.logprobs(batch, Policy.CURRENT).tolist())
+    scored = iter(backend.logprobs([batch], Policy.CURRENT)[0].tolist())
     lengths = [s.num_tokens for s in samples]
     order = [i for rows in plan_ranks(lengths, 1, REFERENCE.limits)[0] for row in rows for i in row]
     for index in order:
@@ -282,10 +279,10 @@ def test_logprobs_are_those_of_the_plain_model(architecture):
 def test_an_optimizer_step_lowers_the_loss_on_the_same_batch():
     backend = new_backend(REFERENCE)
     (batch,) = micro_batches(REFERENCE, 0)
-    anchored = batch.with_signals(anchor_logprobs_N=backend.logprobs(batch, Policy.CURRENT))
+    anchored = batch.with_signals(anchor_logprobs_N=backend.logprobs([batch], Policy.CURRENT)[0])
     losses = []
     for _ in range(5):
-        backend.accumulate(anchored, loss_of(Grpo()))
+        backend.accumulate([anchored], loss_of(Grpo()))
         losses.append(backend.apply_gradients()["update/loss"])
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0]
@@ -356,8 +353,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted():
     poisoned = replace(
         random_tokens(samples), advantages_N=torch.full((sum(s.num_trained_tokens for s in samples),), torch.inf)
     )
-    for micro_batch in cut(samples, REFERENCE.limits, poisoned):
-        backend.accumulate(micro_batch, loss_of(Grpo()))
+    backend.accumulate(cut(samples, REFERENCE.limits, poisoned), loss_of(Grpo()))
     assert backend.apply_gradients()["update/skipped_steps"] == 1.0
     assert all(torch.equal(tensor, before[name]) for name, tensor in backend.weights())
 
@@ -365,11 +361,11 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted():
 def test_discarded_gradients_leave_no_trace():
     backend = new_backend(REFERENCE)
     (batch,) = micro_batches(REFERENCE, 0)
-    backend.accumulate(batch, loss_of(Gspo()))
+    backend.accumulate([batch], loss_of(Gspo()))
     backend.discard_gradients()
-    backend.accumulate(batch, loss_of(Grpo()))
+    backend.accumulate([batch], loss_of(Grpo()))
     gradients = {name: gradient.clone() for name, gradient in backend.gradients()}
     expected = new_backend(REFERENCE)
-    expected.accumulate(batch, loss_of(Grpo()))
+    expected.accumulate([batch], loss_of(Grpo()))
     assert all(torch.equal(gradient, gradients[name]) for name, gradient in expected.gradients())
     assert backend.apply_gradients() == expected.apply_gradients()

@@ -79,7 +79,8 @@ def test_sampler_and_trainer_agree_on_the_gpu(architecture, precision, dtype, cl
     samples = [as_sample(r.prompt_ids, c.token_ids) for r, c in zip(asked, completions, strict=True)]
     (batch,) = cut(samples, LIMITS)
     sampler_logprobs_N = torch.tensor([logprob for c in completions for logprob in c.sampler_logprobs])
-    difference = (trained.logprobs(batch, Policy.CURRENT) - sampler_logprobs_N[batch.place_N]).abs()
+    (trainer_logprobs_N,) = trained.logprobs([batch], Policy.CURRENT)
+    difference = (trainer_logprobs_N - sampler_logprobs_N[batch.place_N]).abs()
     # In bfloat16 a token whose experts are chosen by a hair may get others: that is no rounding error any more.
     is_rounded_to_others = architecture is Architecture.QWEN3_MOE and precision is Precision.BFLOAT16
     assert difference.quantile(0.98 if is_rounded_to_others else 1.0).item() < close
@@ -136,7 +137,7 @@ def test_every_algorithm_learns_on_the_gpu(kind, precision, tmp_path):
         algorithm |= {"teachers": [LLAMA_TEACHER], "reward_weight": 0.5}
     training = {"precision": precision, "optimizer_steps": 2, "optimizer": {"learning_rate": 1e-3}}
     config = tiny_config(tmp_path, algorithm=algorithm, training=training)
-    learner = Learner(config, rank=0, num_ranks=1, device=GPU)
+    learner = Learner(config, rank=0, device=GPU)
     learner.build_teachers()
     learner.snapshot()(tmp_path / "start")
     learner.load_frozen(Policy.REFERENCE, tmp_path / "start")
@@ -158,7 +159,7 @@ def test_bf16_gradients_point_where_float32_ones_do(checkpointing):
     found = []
     for precision in (Precision.FLOAT32, Precision.BFLOAT16):
         trained = backend(precision, checkpointing=checkpointing)
-        trained.accumulate(micro_batch(), loss_of(Grpo()))
+        trained.accumulate([micro_batch()], loss_of(Grpo()))
         found.append(torch.cat([gradient.flatten() for _, gradient in trained.gradients()]))
     assert all(gradient.dtype is torch.float32 for gradient in found)
     assert torch.nn.functional.cosine_similarity(found[0], found[1], dim=0).item() > 0.99
@@ -166,10 +167,10 @@ def test_bf16_gradients_point_where_float32_ones_do(checkpointing):
 
 def test_bf16_updates_lower_the_loss_and_survive_a_checkpoint(tmp_path: Path):
     trained, batch = backend(Precision.BFLOAT16), micro_batch()
-    anchored = batch.with_signals(anchor_logprobs_N=trained.logprobs(batch, Policy.CURRENT))
+    anchored = batch.with_signals(anchor_logprobs_N=trained.logprobs([batch], Policy.CURRENT)[0])
     losses = []
     for _ in range(6):
-        trained.accumulate(anchored, loss_of(Grpo()))
+        trained.accumulate([anchored], loss_of(Grpo()))
         losses.append(trained.apply_gradients()["update/loss"])
     assert losses[-1] < losses[0]
     trained.snapshot()(tmp_path / "checkpoint")
@@ -180,7 +181,7 @@ def test_bf16_updates_lower_the_loss_and_survive_a_checkpoint(tmp_path: Path):
 
 
 def test_a_snapshot_can_be_made_again_and_is_what_was(tmp_path):
-    learner = Learner(tiny_config(tmp_path), rank=0, num_ranks=1, device=GPU)
+    learner = Learner(tiny_config(tmp_path), rank=0, device=GPU)
     for number in range(3):
         snapshot = learner.snapshot()
         expected = {name: tensor.cpu().clone() for name, tensor in learner.weights()}
@@ -188,7 +189,7 @@ def test_a_snapshot_can_be_made_again_and_is_what_was(tmp_path):
         learner.update(learner.prepare(attempts, weights_version=0), number + 1)
         assert any(not torch.equal(tensor.cpu(), expected[name]) for name, tensor in learner.weights())
         snapshot(tmp_path / f"checkpoint-{number}")
-        restored = Learner(tiny_config(tmp_path), rank=0, num_ranks=1, device=GPU)
+        restored = Learner(tiny_config(tmp_path), rank=0, device=GPU)
         restored.load(tmp_path / f"checkpoint-{number}")
         assert all(torch.equal(tensor.cpu(), expected[name]) for name, tensor in restored.weights())
 
@@ -205,7 +206,7 @@ def test_offloaded_the_backend_leaves_the_gpu_and_comes_back_as_it_was():
     batch, loss = micro_batch(), loss_of(Grpo())
 
     def step(one: TorchBackend) -> None:
-        one.accumulate(batch, loss)
+        one.accumulate([batch], loss)
         one.apply_gradients()
 
     step(stayed)

@@ -85,7 +85,8 @@ def largest_difference(backend: TorchBackend, asked: list[GenerationRequest], co
     samples = [as_sample(r.prompt_ids, c.token_ids) for r, c in zip(asked, completions, strict=True)]
     (batch,) = cut(samples, PackingLimits(65536, None, Packing.ROWS))
     sampler_logprobs_N = torch.tensor([logprob for c in completions for logprob in c.sampler_logprobs])
-    return (backend.logprobs(batch, Policy.CURRENT) - sampler_logprobs_N[batch.place_N]).abs().max().item()
+    (trainer_logprobs_N,) = backend.logprobs([batch], Policy.CURRENT)
+    return (trainer_logprobs_N - sampler_logprobs_N[batch.place_N]).abs().max().item()
 
 
 def test_sampler_and_trainer_agree_after_updates_through_shared_memory_and_sleep(served):

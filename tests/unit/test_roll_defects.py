@@ -21,7 +21,7 @@ from tests.unit.test_rollouts import EchoEngine
 
 def prepare(tmp_path, trajectories: list[Trajectory], **training: object) -> PreparedBatch:
     config = tiny_config(tmp_path, algorithm={"kind": "reinforce"}, training=training)
-    return Learner(config, rank=0, num_ranks=1, device=torch.device("cpu")).prepare(trajectories, weights_version=0)
+    return Learner(config, rank=0, device=torch.device("cpu")).prepare(trajectories, weights_version=0)
 
 
 def samples_of(prepared: PreparedBatch) -> list[list[int]]:

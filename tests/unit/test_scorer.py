@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from roll_core.algorithms.divergences import full
-from roll_core.training.scorer import ScoreTokens
+from roll_core.training.scorer import WHOLE, ScoreTokens
 
 HIDDEN, VOCABULARY, TOKENS = 5, 7, 6
 TARGETS = torch.tensor([0, 3, 6, 2, 2, 5])
@@ -19,7 +19,7 @@ def tensors(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def fused(hidden: Tensor, output: Tensor, reference: Tensor, reference_output: Tensor, chunk: int, temperature: float):
-    return ScoreTokens.apply(hidden, output, TARGETS, reference, reference_output, temperature, chunk)
+    return ScoreTokens.apply(hidden, output, TARGETS, reference, reference_output, temperature, chunk, WHOLE)
 
 
 def plain(hidden: Tensor, output: Tensor, reference: Tensor, reference_output: Tensor, temperature: float):
@@ -59,11 +59,11 @@ def test_gradients_of_any_of_the_scores_agree_with_finite_differences(used):
 
 def test_without_a_reference_there_is_no_divergence():
     hidden, output, _, _ = tensors()
-    assert ScoreTokens.apply(hidden, output, TARGETS, None, None, 1.0, 4)[2] is None
+    assert ScoreTokens.apply(hidden, output, TARGETS, None, None, 1.0, 4, WHOLE)[2] is None
 
 
 def test_a_certain_policy_has_no_entropy_and_no_nan():
     hidden, output = torch.tensor([[1e4]]), torch.tensor([[1.0], [0.0]])
-    logprob, entropy, _ = ScoreTokens.apply(hidden, output, torch.tensor([0]), None, None, 1.0, 4)
+    logprob, entropy, _ = ScoreTokens.apply(hidden, output, torch.tensor([0]), None, None, 1.0, 4, WHOLE)
     assert logprob.item() == 0.0
     assert entropy.item() == 0.0

@@ -1,0 +1,120 @@
+"""Megatron-Core on machines without CUDA: tests, and small runs. Where CUDA exists nothing here does anything.
+
+Megatron-Core names the device "cuda" in its sources. `on_device()` reads that as the CPU wherever torch is given a device,
+and answers what is asked of `torch.cuda`: the device, streams, random numbers. Beside that it mends three things that fail
+without Transformer Engine or NCCL; each says why, and can go when upstream does.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def on_device() -> Iterator[None]:
+    """Whatever calls Megatron, or imports it, does so within this; what it says of "cuda" holds in the calling thread."""
+    if torch.cuda.is_available():
+        yield
+        return
+    _answer_for_cuda()
+    with _CudaIsCpu():
+        yield
+
+
+class _CudaIsCpu(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)  # optimizers know types by these names
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        return func(*args, **kwargs)
+
+
+class _Stream:
+    """The only one of a CPU; always in step."""
+
+    def __init__(self, *_: Any, **__: Any): ...
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def record_event(self, *_: Any) -> "_Stream":
+        return self
+
+    def wait_stream(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.split(":")[0] == "cuda"
+
+
+def _answer_for_cuda() -> None:
+    """Once a process. `torch.cuda.is_available()` stays what it is. Functions that do nothing are objects of their own each:
+    torch's compiler has a table of them."""
+    cuda: Any = torch.cuda
+    if cuda.Stream is _Stream:
+        return
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # what Megatron compiles would need a C++ compiler
+    cuda.current_device = lambda: CPU
+    cuda.synchronize = lambda *_: None
+    cuda.Stream, cuda.stream, cuda.current_stream = _Stream, lambda *_: contextlib.nullcontext(), lambda *_: _Stream()
+    cuda.default_generators = {CPU: torch.default_generator}
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda._lazy_call = lambda call, **__: call()
+    _mend_gather()
+    with _CudaIsCpu():
+        _mend_mixtures()
+
+
+def _mend_gather() -> None:
+    """gloo gathers tensors of equal shapes only; experts that are shared out in two ways gather unequal ones."""
+    theirs: Any = dist.all_gather
+
+    def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if len({each.shape for each in tensor_list}) == 1:
+            return theirs(tensor_list, tensor, group=group, async_op=async_op)
+        sizes = [len(each) for each in tensor_list]
+        gathered = torch.cat(tensor_list)
+        sent = torch.cat([tensor] * len(sizes))
+        dist.all_to_all_single(gathered, sent, sizes, [len(tensor)] * len(sizes), group=group)
+        for mine, found in zip(tensor_list, gathered.split(sizes), strict=True):
+            mine.copy_(found)
+        return None
+
+    dist.all_gather = all_gather
+
+
+def _mend_mixtures() -> None:
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # 0.16: the router asks for it, also without Transformer Engine
+
+    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ARG001
+        """Theirs makes numbers of tensors on a GPU only; an exchange between ranks wants numbers."""
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
