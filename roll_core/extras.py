@@ -10,6 +10,7 @@ class Extra(StrEnum):
     """Groups of packages in pyproject.toml."""
 
     MATH = "math"
+    MEGATRON = "megatron"
     MODELS = "models"
 
 

@@ -29,7 +29,7 @@ from roll_core.config.services import (
     StoreConfig,
     TrackingConfig,
 )
-from roll_core.config.training import Packing, Precision, TrainingConfig, WarmStartConfig
+from roll_core.config.training import Packing, Precision, TrainingBackend, TrainingConfig, WarmStartConfig
 from roll_core.config.weights import WeightsConfig, WeightsTransport
 
 
@@ -210,6 +210,23 @@ class RunConfig(Section):
                 "training.agreement compares logprobs of trainer and engines, and inference.kind rehearsal has no model: "
                 "leave training.agreement out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _backend_can_do_it(self):
+        training = self.training
+        if training.backend is TrainingBackend.TORCH:
+            return self
+        if self.algorithm.has_critic:
+            raise ValueError(
+                f"algorithm.kind {self.algorithm.kind} has a critic, which training.backend megatron does not train so far: "
+                "set training.backend=torch, or take an algorithm without one"
+            )
+        for key, is_set in (("compile", training.compile), ("offload", training.offload)):
+            if is_set:
+                raise ValueError(
+                    f"training.{key} is for training.backend torch so far: leave it out, or set training.backend=torch"
+                )
         return self
 
     @model_validator(mode="after")

@@ -10,8 +10,10 @@ from roll_core.config.model import PretrainedModel
 from roll_core.config.placement import DeviceKind
 from roll_core.config.run import RunConfig
 from roll_core.config.teachers import PretrainedTeacher, RunTeacher, TeacherConfig
+from roll_core.config.training import TrainingBackend
 from roll_core.data.problem_source import build_source
 from roll_core.errors import UserError
+from roll_core.extras import Extra, require
 from roll_core.inference.vllm_terms import check_divisible, check_head_size, check_version
 from roll_core.models.packaged import PACKAGED
 from roll_core.planning.memory import check_memory, device_memory_gb
@@ -28,6 +30,8 @@ def check_ready(config: RunConfig) -> None:
     """Raise one sentence about the first thing that would make the run fail later."""
     if isinstance(config.model, PretrainedModel):
         _check_model("model.path", Path(config.model.path))
+    if config.training.backend is TrainingBackend.MEGATRON:
+        require("megatron", Extra.MEGATRON, "training.backend megatron")
     _check_devices(config)
     _check_engine(config)
     _check_memory(config)

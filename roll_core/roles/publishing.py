@@ -12,6 +12,7 @@ import ray
 from ray.actor import ActorHandle
 
 from roll_core.config.run import RunConfig
+from roll_core.config.training import TrainingBackend
 from roll_core.config.weights import WeightsTransport
 from roll_core.errors import BroadcastBroken, RoleDied, RollError
 from roll_core.roles.bucketed import Bucketed
@@ -82,7 +83,8 @@ class Publisher:
     def _publish_on_devices(self, version: int) -> tuple[dict[str, int], str]:
         """Through the memory of the GPU that rank and engine are on."""
         num_bytes = self._workforce.begin_update()
-        share = self._share_in_place if len(self._ranks) == 1 else self._share_by_buckets
+        lie_as_they_are_read = len(self._ranks) == 1 and self._config.training.backend is TrainingBackend.TORCH
+        share = self._share_in_place if lie_as_they_are_read else self._share_by_buckets
         num_bytes, (check, digest) = share(version, num_bytes)
         alive = self._workforce.finish_update(num_bytes, version, check)
         num_bytes = {name: size for name, size in num_bytes.items() if name in alive}

@@ -28,6 +28,7 @@ from roll_core.config.algorithm import AlgorithmConfig, Distillation
 from roll_core.config.policy_update import Signal
 from roll_core.config.run import RunConfig
 from roll_core.config.training import OptimizerConfig, Packing
+from roll_core.config.training import TrainingBackend as BackendKind
 from roll_core.errors import SamplerDisagrees
 from roll_core.seeds import derive_seed
 from roll_core.training.agreement import Agreement
@@ -64,7 +65,7 @@ class Learner:
         if config.algorithm_in_disagreement is not config.algorithm:
             self._in_disagreement = _build(config.algorithm_in_disagreement, config)
         settings = TorchSettings(config.training, config.seed, config.rollout.temperature, device)
-        self._policy: TrainingBackend = TorchBackend(config.model, settings)
+        self._policy = _build_policy(config, settings)
         self._policy.start_optimizer(config.training.optimizer, config.policy_optimizer_steps)
         self._critic: CriticBackend | None = None
         if config.algorithm.value_model is not None:
@@ -360,6 +361,15 @@ class Learner:
 def _build(algorithm: AlgorithmConfig, config: RunConfig) -> Algorithm:
     steps, max_new_tokens = config.training.steps_per_iteration, config.rollout.max_new_tokens
     return build_algorithm(algorithm, num_optimizer_steps=steps, max_new_tokens=max_new_tokens)
+
+
+def _build_policy(config: RunConfig, settings: TorchSettings) -> TrainingBackend:
+    if config.training.backend is BackendKind.TORCH:
+        return TorchBackend(config.model, settings)
+    from roll_core.training.megatron_backend import MegatronBackend, MegatronSettings  # ten seconds, for those who need it
+
+    training, seed, temperature = config.training, config.seed, config.rollout.temperature
+    return MegatronBackend(config.model, MegatronSettings(training, seed, temperature, settings.device))
 
 
 def teacher_name(number: int) -> str:

@@ -6,6 +6,7 @@ All of Megatron is called within `on_device()`, which makes it run without a GPU
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 import torch
@@ -43,6 +44,14 @@ with on_device():
 AREA = "update"
 
 
+class Initial(StrEnum):
+    """Weights to begin with. MODEL: those of the model's config. DRAWN: by Megatron, where they are to be: to measure models
+    that no host has room for."""
+
+    MODEL = "model"
+    DRAWN = "drawn"
+
+
 @dataclass(frozen=True)
 class MegatronSettings:
     """What a Megatron model is built by."""
@@ -51,6 +60,7 @@ class MegatronSettings:
     seed: int
     temperature: float
     device: torch.device
+    initial: Initial = Initial.MODEL
 
 
 class MegatronBackend:
@@ -241,7 +251,8 @@ class _Built:
         self.scoring = Scoring(self.vocabulary_size, settings.temperature, settings.training.logprob_chunk_tokens)
         self.chunks = build_chunks(config, settings.training, settings.device)
         self.shards = shards_of(self.chunks)
-        fill(self.shards, self.names, _weights_of(model, settings.seed))
+        if settings.initial is Initial.MODEL:
+            fill(self.shards, self.names, _weights_of(model, settings.seed))
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -152,6 +153,6 @@ class Experts(MegatronModule):
 
 
 def _gated(gate_and_up: Tensor, probabilities_N: Tensor) -> Tensor:
-    """What goes into the down projection, counted as much as the router trusts the expert."""
-    gate_NI, up_NI = gate_and_up.chunk(2, dim=-1)
-    return (functional.silu(gate_NI) * up_NI * probabilities_N[:, None]).to(gate_and_up.dtype)
+    """What goes into the down projections, weighted as the router weights the experts. Of this nothing but what it is given
+    is kept for the backward pass."""
+    return weighted_bias_swiglu_impl(gate_and_up, None, probabilities_N[:, None])

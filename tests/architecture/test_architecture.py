@@ -13,7 +13,7 @@ import tasks
 from tasks.durability import PureTask, StateChangingTask
 from tests.support import ROOT
 
-HEAVY = {"torch", "transformers", "vllm", "ray"}
+HEAVY = {"torch", "transformers", "vllm", "megatron", "ray"}
 CONTROL_PLANE = ["flows", "tasks", "infra", "roll_core.types", "roll_core.config", "roll_core.store", "roll_core.planning"]
 
 

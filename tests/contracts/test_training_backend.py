@@ -93,11 +93,16 @@ def loss_of(algorithm: AlgorithmConfig) -> LossFn:
     return build_algorithm(algorithm, num_optimizer_steps=1, max_new_tokens=8).loss
 
 
-def new_backend(layout: Layout, model: ScratchModel = MODEL) -> TorchBackend:
+def new_backend(layout: Layout, model: ScratchModel = MODEL, kind: BackendKind = BackendKind.TORCH) -> Any:
     training = TrainingConfig(
-        activation_checkpointing=layout.activation_checkpointing, logprob_chunk_tokens=layout.chunk_tokens
+        backend=kind, activation_checkpointing=layout.activation_checkpointing, logprob_chunk_tokens=layout.chunk_tokens
     )
-    backend = TorchBackend(model, TorchSettings(training, seed=3, temperature=1.0, device=torch.device("cpu")))
+    backend: Any
+    match kind:
+        case BackendKind.TORCH:
+            backend = TorchBackend(model, TorchSettings(training, seed=3, temperature=1.0, device=torch.device("cpu")))
+        case BackendKind.MEGATRON:
+            backend = MegatronBackend(model, MegatronSettings(training, 3, 1.0, torch.device("cpu")))
     backend.start_optimizer(OptimizerConfig(learning_rate=1e-3, max_gradient_norm=1e9), total_steps=10)
     return backend
 

@@ -1,0 +1,221 @@
+"""What the megatron backend does on one GPU, in bfloat16, with weights drawn there: nothing is read, nothing is downloaded.
+
+    python benchmarks/megatron_gpu.py [--shape dense-1.7b|mixture-4b|tiny|tiny-mixture] [--seconds 60] [--recompute]
+
+Needs neither Ray nor vLLM; without a GPU only the tiny shapes make sense. Prints tokens/s and their share of the GPU's
+arithmetic (MFU: 6 operations for each parameter a token goes through, and attention's, of 989 TFLOP/s dense bfloat16; what
+is recomputed is not counted twice), peak memory as measured and as planned, and where the time goes.
+"""
+
+import argparse
+import random
+import tempfile
+import time
+import warnings
+
+import torch
+from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+
+from roll_core.algorithms.catalog import build_algorithm
+from roll_core.batching.micro_batch import GlobalCounts, MicroBatch, build_micro_batches
+from roll_core.batching.packing import PackingLimits
+from roll_core.batching.token_data import TokenData
+from roll_core.config.algorithm import Grpo
+from roll_core.config.model import PretrainedModel
+from roll_core.config.placement import ClusterConfig, DeviceKind
+from roll_core.config.run import RunConfig
+from roll_core.config.training import OptimizerConfig, Packing, Precision, TrainingBackend, TrainingConfig
+from roll_core.planning.memory import trainer_memory
+from roll_core.planning.model_shape import shape_of
+from roll_core.training.megatron_backend import Initial, MegatronBackend, MegatronSettings
+from roll_core.types.sample import Sample
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PEAK_FLOPS = 989e12
+"""H100 and H200, dense bfloat16, as their maker states it."""
+PROMPT_TOKENS = 64
+
+warnings.filterwarnings("ignore")
+
+
+def shaped(name: str, length: int) -> PretrainedConfig:
+    match name:
+        case "dense-1.7b":  # Qwen3-1.7B
+            sizes = _sizes(hidden=2048, inside=6144, layers=28, heads=(16, 8, 128), vocabulary=151_936, length=length)
+            return Qwen3Config(**sizes, tie_word_embeddings=True)
+        case "mixture-4b":  # Qwen3-30B-A3B with half of its experts and a quarter of its layers
+            sizes = _sizes(hidden=2048, inside=6144, layers=12, heads=(32, 4, 128), vocabulary=151_936, length=length)
+            return Qwen3MoeConfig(**sizes, **_experts(64, 8, 768))
+        case "tiny":
+            sizes = _sizes(hidden=64, inside=96, layers=2, heads=(4, 2, 16), vocabulary=256, length=length)
+            return Qwen3Config(**sizes, tie_word_embeddings=True)
+        case "tiny-mixture":
+            sizes = _sizes(hidden=64, inside=96, layers=2, heads=(4, 2, 16), vocabulary=256, length=length)
+            return Qwen3MoeConfig(**sizes, **_experts(4, 2, 48))
+    raise ValueError(f"no shape of this name: {name}")
+
+
+def _sizes(*, hidden: int, inside: int, layers: int, heads: tuple[int, int, int], vocabulary: int, length: int) -> dict:
+    queries, keys, features = heads
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inside,
+        "num_hidden_layers": layers,
+        "num_attention_heads": queries,
+        "num_key_value_heads": keys,
+        "head_dim": features,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": length,
+    }
+
+
+def _experts(number: int, per_token: int, inside: int) -> dict:
+    return {
+        "num_experts": number,
+        "num_experts_per_tok": per_token,
+        "moe_intermediate_size": inside,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    }
+
+
+def parameters(config: PretrainedConfig) -> tuple[int, int]:
+    """Those in matrices: all of them, and those that a token goes through. An embedding that is looked up is in neither."""
+    heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
+    attention = config.hidden_size * config.head_dim * heads
+    output = config.hidden_size * config.vocab_size
+    if isinstance(config, Qwen3MoeConfig):
+        expert, router = 3 * config.hidden_size * config.moe_intermediate_size, config.hidden_size * config.num_experts
+        inside = [router + count * expert for count in (config.num_experts, config.num_experts_per_tok)]
+    else:
+        inside = [3 * config.hidden_size * config.intermediate_size] * 2
+    everything, used = (config.num_hidden_layers * (attention + each) + output for each in inside)
+    return everything, used
+
+
+def operations(config: PretrainedConfig, length: int) -> float:
+    """Of the forward and backward pass, a token."""
+    heads = config.num_attention_heads * config.head_dim
+    return 6 * parameters(config)[1] + 12 * config.num_hidden_layers * heads * length / 2
+
+
+def work(config: PretrainedConfig, sequences: int, length: int, training: TrainingConfig) -> list[MicroBatch]:
+    """Sequences of one length, each in a row of its own."""
+    rng, count = random.Random(0), sequences * (length - PROMPT_TOKENS)
+    samples = [
+        Sample(
+            token_ids=tuple(rng.randrange(config.vocab_size) for _ in range(length)),
+            trained=(False,) * PROMPT_TOKENS + (True,) * (length - PROMPT_TOKENS),
+        )
+        for _ in range(sequences)
+    ]
+    turn_N = torch.arange(sequences).repeat_interleave(length - PROMPT_TOKENS)
+    tokens = TokenData(
+        sampler_logprobs_N=torch.full((count,), -10.0),
+        turn_N=turn_N,
+        advantages_N=torch.randn(sequences)[turn_N],
+        weights_N=torch.ones(count),
+        is_fresh_N=torch.ones(count, dtype=torch.bool),
+    )
+    return build_micro_batches(
+        samples,
+        tokens,
+        chosen=range(sequences),
+        counts=GlobalCounts(count, sequences),
+        rank=0,
+        num_ranks=1,
+        limits=PackingLimits(training.micro_batch_tokens, None, Packing.ROWS),
+    )
+
+
+def measure(options: argparse.Namespace, config: PretrainedConfig, model: PretrainedModel) -> None:
+    training = TrainingConfig(
+        backend=TrainingBackend.MEGATRON,
+        precision=Precision.BFLOAT16,
+        micro_batch_tokens=options.micro_batch_tokens,
+        activation_checkpointing=options.recompute,
+    )
+    began_at = time.perf_counter()
+    backend = MegatronBackend(model, MegatronSettings(training, 0, 1.0, DEVICE, Initial.DRAWN))
+    backend.start_optimizer(OptimizerConfig(), total_steps=1000)
+    print(f"built in {time.perf_counter() - began_at:.0f} s: {memory()}")
+    micro_batches = work(config, options.sequences, options.length, training)
+    loss = build_algorithm(Grpo(), num_optimizer_steps=1, max_new_tokens=options.length).loss
+
+    def step() -> None:
+        backend.accumulate(micro_batches, loss)
+        metrics = backend.apply_gradients()
+        assert not metrics["update/skipped_steps"], metrics
+
+    seconds = [timed(step)]
+    while sum(seconds) < options.seconds or len(seconds) < 4:
+        seconds.append(timed(step))
+    later = sorted(seconds[1:])
+    rate = options.sequences * options.length / later[len(later) // 2]
+    print(
+        f"{options.sequences} sequences of {options.length}, micro-batches of {options.micro_batch_tokens} tokens"
+        f"{', recomputed' if options.recompute else ''}: {rate:,.0f} tokens/s (median of {len(later)} steps, "
+        f"{later[0]:.2f} to {later[-1]:.2f} s), MFU {rate * operations(config, options.length) / PEAK_FLOPS:.1%}, "
+        f"first step {seconds[0]:.1f} s"
+    )
+    print(f"measured: {memory()}; planned: {planned(training, model):.1f} GB")
+    if DEVICE.type == "cuda":
+        where_time_goes(step)
+
+
+def timed(step: object) -> float:
+    began_at = time.perf_counter()
+    step()  # type: ignore[operator]
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began_at
+
+
+def memory() -> str:
+    if DEVICE.type != "cuda":
+        return "no GPU"
+    now, most = torch.cuda.memory_allocated() / 1e9, torch.cuda.max_memory_allocated() / 1e9
+    return f"{now:.1f} GB allocated, {most:.1f} at most, {torch.cuda.max_memory_reserved() / 1e9:.1f} reserved"
+
+
+def planned(training: TrainingConfig, model: PretrainedModel) -> float:
+    config = RunConfig(
+        name="parts", iterations=1, model=model, training=training, cluster=ClusterConfig(device=DeviceKind.CUDA)
+    )
+    shape = shape_of(model)
+    assert shape is not None
+    return trainer_memory(config, shape).peak
+
+
+def where_time_goes(step: object) -> None:
+    """The ten kernels that take most of one optimizer step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        seconds = timed(step)
+    events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
+    busy = sum(event.self_device_time_total for event in events) / 1e6
+    print(f"one step of {seconds:.2f} s, of which the GPU worked {busy / seconds:.0%}:")
+    for event in events[:10]:
+        print(f"  {event.self_device_time_total / 1e6 / seconds:5.1%} {event.count:6d} x {event.key[:90]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=["dense-1.7b", "mixture-4b", "tiny", "tiny-mixture"], default="dense-1.7b")
+    parser.add_argument("--seconds", type=float, default=60.0, help="to train for, after the first step")
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--micro-batch-tokens", type=int, default=8192)
+    parser.add_argument("--recompute", action="store_true", help="training.activation_checkpointing")
+    options = parser.parse_args()
+    config = shaped(options.shape, options.length)
+    everything, used = parameters(config)
+    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
+    sizes = f"{everything / 1e9:.2f} B in matrices, {used / 1e9:.2f} B for a token"
+    print(f"{name}, torch {torch.__version__}, {options.shape}: {sizes}")
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        measure(options, config, PretrainedModel(path=folder, max_positions=options.length))
+
+
+if __name__ == "__main__":
+    main()
