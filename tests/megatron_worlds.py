@@ -26,6 +26,7 @@ from roll_core.config.shaping import KlEstimator
 from roll_core.config.training import OptimizerConfig, Packing, TrainingBackend, TrainingConfig
 from roll_core.models.checkpoint_names import as_checkpoint
 from roll_core.training.base import Policy, Share
+from roll_core.training.megatron_backend import MegatronBackend, MegatronSettings
 from roll_core.training.torch_backend import TorchBackend
 from roll_core.training.torch_trained import TorchSettings, over_ranks
 from tests.micro_batches import cut, random_tokens
@@ -153,14 +154,16 @@ def expected(model: str) -> Found:
 
 def run_world(cases: dict[str, Case], num_ranks: int, folder: Path) -> None:
     """Train every case; rank 0 leaves what it found in the folder, by name."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["roll_core.training.megatron_backend", "tests.megatron_worlds"])
-    mp.start_processes(_in_rank, (num_ranks, cases, str(folder)), nprocs=num_ranks, start_method="forkserver")
+    start_ranks(_in_rank, (num_ranks, cases, str(folder)), num_ranks)
+
+
+def start_ranks(in_rank: Callable[..., None], arguments: tuple[Any, ...], num_ranks: int) -> None:
+    """Processes that call this with their number and the arguments, until all are done or one fails."""
+    mp.get_context("forkserver").set_forkserver_preload(["tests.megatron_worlds"])
+    mp.start_processes(in_rank, arguments, nprocs=num_ranks, start_method="forkserver")
 
 
 def _in_rank(rank: int, num_ranks: int, cases: dict[str, Case], folder: str) -> None:
-    from roll_core.training.megatron_backend import MegatronBackend, MegatronSettings
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting-{num_ranks}", rank=rank, world_size=num_ranks)
     try:
