@@ -1,4 +1,4 @@
-"""A tiny mixture of experts, trained by Megatron on two ranks, as an ordinary run: kills, other layouts, weights in an engine."""
+"""A tiny mixture of experts, trained by Megatron on two ranks, as an ordinary run: killed, and gone on with elsewhere."""
 
 import os
 import signal
