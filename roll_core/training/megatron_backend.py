@@ -133,11 +133,10 @@ class MegatronBackend:
 
     def snapshot(self) -> Snapshot:
         held, parameters = list(self._optimizer.held()), self._policy.parameters
-        kept = ("main", *MOMENTS) if self._policy.dtype is not torch.float32 else MOMENTS
         copied = self._host_copy.of(
             {
                 "weights": [parameter.data for parameter in parameters],
-                "state": [{name: each.value(name) for name in kept} for each in held],
+                "state": [{name: each.value(name) for name in self._kept} for each in held],
             }
         )
         blocks = self._policy.weight_blocks(dict(zip(parameters, copied["weights"], strict=True)))
@@ -156,8 +155,7 @@ class MegatronBackend:
         megatron_checkpoint.load(folder, self._policy.weight_blocks())
         with on_device():
             self._optimizer.follow_parameters()
-        kept = ("main", *MOMENTS) if self._policy.dtype is not torch.float32 else MOMENTS
-        blocks = [b for each in held for b in self._state_blocks(each, {name: each.value(name) for name in kept})]
+        blocks = [b for each in held for b in self._state_blocks(each, {name: each.value(name) for name in self._kept})]
         self._step = megatron_checkpoint.load(folder, blocks)
         self._optimizer.set_steps(self._step)
 
@@ -174,6 +172,11 @@ class MegatronBackend:
         if theirs != ours:
             raise RollError(f"algorithm.teachers: {name} has a vocabulary of {theirs} tokens, the policy one of {ours}")
         self._frozen[name] = frozen
+
+    @property
+    def _kept(self) -> tuple[str, ...]:
+        """What is stored of the optimizer: float32 weights beside others, if the parameters are others."""
+        return MOMENTS if self._policy.dtype is torch.float32 else ("main", *MOMENTS)
 
     def _scored(self, built: "_Built", micro_batches: Sequence[MicroBatch], read: "Read") -> list[Tensor]:
         """Something of every micro-batch that its scores say, on all ranks."""

@@ -37,7 +37,7 @@ def test_boxes_are_the_run_each_number_once(shape, data):
 
 @pytest.mark.parametrize("packing", list(Packing))
 def test_rows_with_one_sequence_need_no_mask(packing):
-    row_tokens = 26 if packing is Packing.SHARED_PROMPTS else None
+    row_tokens = None if packing is Packing.NONE else 26
     for batch in cut(random_samples(6), PackingLimits(4096, row_tokens, packing)):
         plain = torch.ones(batch.token_ids_RT.shape[1], batch.token_ids_RT.shape[1]).tril().bool()
         looks_plain = all(
