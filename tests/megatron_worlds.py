@@ -152,9 +152,20 @@ def expected(model: str) -> Found:
     return train(Case(model), Path(), new_backend)
 
 
-def run_world(cases: dict[str, Case], num_ranks: int, folder: Path) -> None:
-    """Train every case; rank 0 leaves what it found in the folder, by name."""
-    start_ranks(_in_rank, (num_ranks, cases, str(folder)), num_ranks)
+Worlds = dict[int, list[Case]]
+"""What is trained in a world of so many ranks."""
+
+
+def named(worlds: Worlds) -> list[Any]:
+    """The cases as parameters of a test."""
+    return [pytest.param(ranks, case, id=f"{ranks} ranks: {case.name}") for ranks, cases in worlds.items() for case in cases]
+
+
+def run_worlds(worlds: Worlds, folder: Path) -> Callable[[int, Case], Found]:
+    """Train every case; what rank 0 found."""
+    for num_ranks, cases in worlds.items():
+        start_ranks(_in_rank, (num_ranks, cases, str(folder)), num_ranks)
+    return lambda num_ranks, case: torch.load(folder / f"{num_ranks} ranks, {case.name}", weights_only=False)
 
 
 def start_ranks(in_rank: Callable[..., None], arguments: tuple[Any, ...], num_ranks: int) -> None:
@@ -163,18 +174,18 @@ def start_ranks(in_rank: Callable[..., None], arguments: tuple[Any, ...], num_ra
     mp.start_processes(in_rank, arguments, nprocs=num_ranks, start_method="forkserver")
 
 
-def _in_rank(rank: int, num_ranks: int, cases: dict[str, Case], folder: str) -> None:
+def _in_rank(rank: int, num_ranks: int, cases: list[Case], folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting-{num_ranks}", rank=rank, world_size=num_ranks)
     try:
-        for number, (name, case) in enumerate(cases.items()):
+        for number, case in enumerate(cases):
 
             def new_backend(training: TrainingConfig, model: ScratchModel = MODELS[case.model]) -> MegatronBackend:
                 return MegatronBackend(model, MegatronSettings(training, 3, 1.0, torch.device("cpu")))
 
             found = train(case, Path(folder) / f"checkpoint-{num_ranks}-{number}", new_backend)
             if rank == 0:
-                torch.save(found, f"{folder}/{name}")
+                torch.save(found, f"{folder}/{num_ranks} ranks, {case.name}")
     finally:
         dist.destroy_process_group()
 

@@ -34,7 +34,7 @@ from roll_core.weights.shards import Gathering, Shard, fill
 
 with on_device():
     from roll_core.training import megatron_checkpoint
-    from roll_core.training.megatron_checkpoint import Block, blocks_of
+    from roll_core.training.megatron_checkpoint import Block, Progress, blocks_of
     from roll_core.training.megatron_model import PolicyModel, build_chunks
     from roll_core.training.megatron_optimizer import MOMENTS, DistributedAdam, Held, wrap
     from roll_core.training.megatron_pipeline import RowPart, Scoring, forward, forward_backward, to_all_stages
@@ -141,11 +141,11 @@ class MegatronBackend:
         )
         blocks = self._policy.weight_blocks(dict(zip(parameters, copied["weights"], strict=True)))
         blocks += [b for each, state in zip(held, copied["state"], strict=True) for b in self._state_blocks(each, state)]
-        step, group = self._step, self._writers
+        progress, group = Progress(self._step, self._optimizer.moves), self._writers
 
         def write(folder: Path) -> list[Path]:
             # Their own group: the ranks go on training, and the order of collectives within a group must be the same.
-            megatron_checkpoint.save(folder, blocks, step, group)
+            megatron_checkpoint.save(folder, blocks, progress, group)
             return written_files(folder)
 
         return write
@@ -156,8 +156,8 @@ class MegatronBackend:
         with on_device():
             self._optimizer.follow_parameters()
         blocks = [b for each in held for b in self._state_blocks(each, {name: each.value(name) for name in self._kept})]
-        self._step = megatron_checkpoint.load(folder, blocks)
-        self._optimizer.set_steps(self._step)
+        self._step, moves = megatron_checkpoint.load(folder, blocks)
+        self._optimizer.set_moves(moves)
 
     def load_frozen(self, name: str, folder: Path) -> None:
         with on_device():
