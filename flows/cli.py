@@ -319,8 +319,11 @@ def plan_command(options: argparse.Namespace) -> int:
     from roll_core.config.launcher import SlurmLauncher
     from roll_core.config.load import load_config
     from roll_core.planning.plan import describe_plan
+    from roll_core.planning.preflight import check_layout, check_room
 
     config = load_config(options.config, options.overrides)
+    check_layout(config)
+    check_room(config)
     for section in describe_plan(config):
         _print_section(section)
     if isinstance(config.legs.launcher, SlurmLauncher):
@@ -331,7 +334,7 @@ def plan_command(options: argparse.Namespace) -> int:
 
 def sbatch_command(options: argparse.Namespace) -> int:
     from roll_core.config.load import load_config
-    from tasks.legs import sbatch_script
+    from tasks.leg_requests import sbatch_script
 
     print(sbatch_script(load_config(options.config, options.overrides), options.config, options.overrides))
     return 0

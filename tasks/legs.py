@@ -5,18 +5,16 @@ import functools
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from infra.slurm import slurm
-from infra.slurm.launcher import JobEnd, Launcher, LegJob, LegRequest
+from infra.slurm.launcher import JobEnd, Launcher, LegJob
 from infra.slurm.local import LocalLauncher
 from infra.slurm.node import NodeShape, follow, lead
 from infra.slurm.queue import STILL_RUNNING, SlurmUnavailable
 from roll_core.config import launcher as launchers
-from roll_core.config.placement import DeviceKind
 from roll_core.config.run import RunConfig
 from roll_core.errors import FailureClass, IterationTaken, NodeUnfit, StoreUnavailable, UserError, classify, one_line
 from roll_core.store.nodes import NodeFailure, excluded_nodes, note_failure
@@ -25,8 +23,9 @@ from roll_core.store.runs import read_chain, read_config, store_of
 from roll_core.tracking.spool import RunStatus
 from roll_core.tracking.tracker import Tracker
 from roll_core.types.leg import LegEnded, LegEnding, LegPlace
-from roll_core.types.refs import RunRef, digest_of
+from roll_core.types.refs import RunRef
 from tasks.durability import state_changing
+from tasks.leg_requests import job_prefix, leg_request
 from tasks.progress import GLANCE_SECONDS, ManifestWatch
 from tasks.services import run_dir
 
@@ -78,48 +77,19 @@ def launcher_of(config: RunConfig) -> Launcher:
 
 def leg_left_behind(run: RunRef) -> int | None:
     """A leg whose job waits or runs, though the flow that launched it is gone."""
-    prefix = _job_prefix(run)
+    prefix = job_prefix(run)
     return max((int(name.removeprefix(prefix)) for name in launcher_of(read_config(run)).find(prefix)), default=None)
 
 
 def describe_jobs(run: RunRef) -> list[str]:
     """What the jobs of a run that are not over are doing. Example: leg 3, job 1207: waits for 25 min (Priority)"""
-    config, prefix = read_config(run), _job_prefix(run)
+    config, prefix = read_config(run), job_prefix(run)
     launcher = launcher_of(config)
     jobs = launcher.find(prefix)
     return [
         f"leg {name.removeprefix(prefix)}, job {job_id}: {launcher.attach(job_id, run_dir(run, config)).describe()}"
         for name, job_id in jobs.items()
     ]
-
-
-def _job_prefix(run: RunRef) -> str:
-    """Says which run of which store it is: there may be others of that name."""
-    return f"{run.run_id}.{digest_of(run.store_uri.encode())[:8]}.leg-"
-
-
-def leg_request(run: RunRef, config: RunConfig, leg: int, exclude: tuple[str, ...] = ()) -> LegRequest:
-    """What a leg of a run asks for."""
-    cluster = config.cluster
-    return LegRequest(
-        name=f"{_job_prefix(run)}{leg}",
-        folder=run_dir(run, config) / f"leg-{leg}",
-        nodes=cluster.nodes,
-        devices_per_node=cluster.devices_per_node,
-        gpus_per_node=cluster.devices_per_node if cluster.device is DeviceKind.CUDA else 0,
-        time_limit_minutes=config.legs.time_limit_minutes,
-        exclude=exclude,
-    )
-
-
-def sbatch_script(config: RunConfig, config_path: str, overrides: list[str]) -> str:
-    """A script for sbatch that carries a run of a config without a flow, leg after leg, by `run_leg_here`."""
-    if not isinstance(config.legs.launcher, launchers.SlurmLauncher):
-        raise UserError("legs.launcher.kind must be slurm: extend a file of configs/clusters/ that says so, or --set it")
-    run = RunRef(run_id=config.name, store_uri=config.store.uri, config_digest="")
-    request = replace(leg_request(run, config, leg=0), name=config.name, folder=Path.cwd())
-    arguments = [str(Path(config_path).absolute()), *(word for each in overrides for word in ("--set", each))]
-    return slurm.sbatch_script(config.legs.launcher, request, arguments)
 
 
 def run_leg_here(run: RunRef, leg: int, function: LegFunction) -> LegEnded:

@@ -26,6 +26,7 @@ from roll_core.config.shaping import KlEstimator
 from roll_core.config.training import OptimizerConfig, Packing, TrainingBackend, TrainingConfig
 from roll_core.models.checkpoint_names import as_checkpoint
 from roll_core.training.base import Policy, Share
+from roll_core.training.megatron_backend import MegatronBackend, MegatronSettings
 from roll_core.training.torch_backend import TorchBackend
 from roll_core.training.torch_trained import TorchSettings, over_ranks
 from tests.micro_batches import cut, random_tokens
@@ -151,27 +152,40 @@ def expected(model: str) -> Found:
     return train(Case(model), Path(), new_backend)
 
 
-def run_world(cases: dict[str, Case], num_ranks: int, folder: Path) -> None:
-    """Train every case; rank 0 leaves what it found in the folder, by name."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["roll_core.training.megatron_backend", "tests.megatron_worlds"])
-    mp.start_processes(_in_rank, (num_ranks, cases, str(folder)), nprocs=num_ranks, start_method="forkserver")
+Worlds = dict[int, list[Case]]
+"""What is trained in a world of so many ranks."""
 
 
-def _in_rank(rank: int, num_ranks: int, cases: dict[str, Case], folder: str) -> None:
-    from roll_core.training.megatron_backend import MegatronBackend, MegatronSettings
+def named(worlds: Worlds) -> list[Any]:
+    """The cases as parameters of a test."""
+    return [pytest.param(ranks, case, id=f"{ranks} ranks: {case.name}") for ranks, cases in worlds.items() for case in cases]
 
+
+def run_worlds(worlds: Worlds, folder: Path) -> Callable[[int, Case], Found]:
+    """Train every case; what rank 0 found."""
+    for num_ranks, cases in worlds.items():
+        start_ranks(_in_rank, (num_ranks, cases, str(folder)), num_ranks)
+    return lambda num_ranks, case: torch.load(folder / f"{num_ranks} ranks, {case.name}", weights_only=False)
+
+
+def start_ranks(in_rank: Callable[..., None], arguments: tuple[Any, ...], num_ranks: int) -> None:
+    """Processes that call this with their number and the arguments, until all are done or one fails."""
+    mp.get_context("forkserver").set_forkserver_preload(["tests.megatron_worlds"])
+    mp.start_processes(in_rank, arguments, nprocs=num_ranks, start_method="forkserver")
+
+
+def _in_rank(rank: int, num_ranks: int, cases: list[Case], folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting-{num_ranks}", rank=rank, world_size=num_ranks)
     try:
-        for number, (name, case) in enumerate(cases.items()):
+        for number, case in enumerate(cases):
 
             def new_backend(training: TrainingConfig, model: ScratchModel = MODELS[case.model]) -> MegatronBackend:
                 return MegatronBackend(model, MegatronSettings(training, 3, 1.0, torch.device("cpu")))
 
             found = train(case, Path(folder) / f"checkpoint-{num_ranks}-{number}", new_backend)
             if rank == 0:
-                torch.save(found, f"{folder}/{name}")
+                torch.save(found, f"{folder}/{num_ranks} ranks, {case.name}")
     finally:
         dist.destroy_process_group()
 

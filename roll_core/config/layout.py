@@ -1,4 +1,5 @@
-"""How one copy of a model is spread over trainer ranks by the megatron backend, and how many copies that makes.
+"""How one copy of a model is spread over trainer ranks by the megatron backend, and how many copies that makes. The
+optimizer's state is always shared out among the ranks that have the same weights.
 
 Ranks are numbered as Megatron does: tensor within context within data within pipeline; for experts, expert_tensor within
 expert within data within pipeline. What needs the model's sizes is checked in `planning/divisibility.py`.
@@ -22,8 +23,6 @@ class LayoutConfig(Section):
     """Ranks that share out the experts of a layer, each having whole ones."""
     expert_tensor: PositiveInt = 1
     """Ranks that share every matrix of an expert; `tensor` is for everything else."""
-    distributed_optimizer: bool = True
-    """Share out the optimizer's state among ranks that have the same weights."""
 
     @model_validator(mode="after")
     def _chunks_are_of_a_pipeline(self):

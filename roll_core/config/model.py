@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from roll_core.config.base import Section
 
@@ -45,6 +45,27 @@ class ScratchModel(Section):
         return self
 
 
+class ModelShape(Section):
+    """The sizes of a model of the Llama or Qwen3 kind. Example: ModelShape(hidden=1024, intermediate=3072, layers=28,
+    heads=16, kv_heads=8, head_size=128, vocabulary=151936, is_tied=True), which is Qwen3-0.6B"""
+
+    hidden: PositiveInt
+    intermediate: PositiveInt
+    """Of a layer, or of one of its experts."""
+    layers: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    head_size: PositiveInt
+    vocabulary: PositiveInt
+    is_tied: bool = False
+    """Whether the output layer is the embedding."""
+    has_head_norms: bool = True
+    """Whether queries and keys are normalised, head by head."""
+    experts: NonNegativeInt = 0
+    """In each layer; none in a dense model."""
+    experts_per_token: PositiveInt = 1
+
+
 class PretrainedModel(Section):
     """A Hugging Face causal language model in a local folder (config.json, safetensors, tokenizer)."""
 
@@ -53,6 +74,8 @@ class PretrainedModel(Section):
     """Folder that holds the model; it must exist on every node."""
     max_positions: PositiveInt = 4096
     """Longest sequence to train or generate, in tokens; at most what the model was built for."""
+    shape: ModelShape | None = None
+    """What config.json in the folder says, for planning where the folder is not; where it is, the two must agree."""
 
 
 ModelConfig = Annotated[ScratchModel | PretrainedModel, Field(discriminator="kind")]

@@ -13,6 +13,20 @@ class DeviceKind(StrEnum):
     CUDA = "cuda"
 
 
+class SpeedConfig(Section):
+    """What a device and its ways to others are capable of, as their makers state it; `roll plan` estimates times by it, and
+    nothing else reads it. The defaults are an H100 (SXM) in a DGX: one network card of 400 Gbit/s to a GPU."""
+
+    teraflops: PositiveFloat = 989.0
+    """Dense bfloat16."""
+    memory_gb: PositiveFloat = 3350.0
+    """Read from a device's memory, in GB/s."""
+    node_gb: PositiveFloat = 450.0
+    """From a device to others of its node, each way, in GB/s. 300 for an A100, 25 for cards on PCIe."""
+    network_gb: PositiveFloat = 50.0
+    """From a device to those of other nodes, each way, in GB/s."""
+
+
 class ClusterConfig(Section):
     """The devices a leg holds, numbered node by node from 0."""
 
@@ -22,6 +36,7 @@ class ClusterConfig(Section):
     """Accelerators per node; on CPU, the number of slots the roles share."""
     device_memory_gib: PositiveFloat | None = None
     """Memory of a GPU. Null asks the machine that the run is started on, where there is one."""
+    speed: SpeedConfig = SpeedConfig()
     threads_per_device: PositiveInt = 1
     """CPU threads a role uses for each of its devices."""
 

@@ -8,6 +8,7 @@ from roll_core.config.agreement import AgreementAction
 from roll_core.config.algorithm import AlgorithmConfig, Grpo
 from roll_core.config.base import Section
 from roll_core.config.inference import InferenceConfig, TorchInference, VllmInference
+from roll_core.config.layout import LayoutConfig
 from roll_core.config.model import ModelConfig, ScratchModel
 from roll_core.config.nodes import NodesConfig
 from roll_core.config.placement import ClusterConfig, DeviceKind, PlacementConfig
@@ -100,6 +101,13 @@ class RunConfig(Section):
         return self.cluster.device is DeviceKind.CUDA and set(self.placement.engines) <= set(self.placement.trainer)
 
     @property
+    def data_ranks(self) -> int:
+        """Into how many parts a batch is cut: one for each copy of the model."""
+        if self.training.backend is TrainingBackend.TORCH:
+            return len(self.placement.trainer)
+        return self.training.layout.data(len(self.placement.trainer))
+
+    @property
     def total_optimizer_steps(self) -> int:
         return self.iterations * self.training.steps_per_iteration
 
@@ -139,6 +147,29 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _layout_fills_the_trainer(self):
+        layout, ranks = self.training.layout, len(self.placement.trainer)
+        if self.training.backend is TrainingBackend.TORCH:
+            if layout != LayoutConfig():
+                raise ValueError(
+                    "training.layout is for training.backend megatron, and training.backend torch shards over all of "
+                    "placement.trainer: leave it out, or set training.backend=megatron"
+                )
+            return self
+        for keys, each in (
+            ("tensor x pipeline x context", layout.ranks_per_copy),
+            ("expert_tensor x expert x pipeline", layout.ranks_per_expert_copy),
+        ):
+            if ranks % each:
+                fewer, more = ranks // each * each, (ranks // each + 1) * each
+                counts = " or ".join(str(count) for count in (fewer, more) if count)
+                raise ValueError(
+                    f"training.layout: {keys} ({each}) must divide the {ranks} devices of placement.trainer: name "
+                    f"{counts} of them, or change one of these"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _batch_arithmetic(self):
         rollout, training = self.rollout, self.training
         if rollout.group_size < 2 and self.algorithm.compares_groups:
@@ -147,9 +178,12 @@ class RunConfig(Section):
                 f"algorithm {self.algorithm.kind} compares the trajectories of one problem"
             )
         if rollout.num_groups % training.optimizer_steps:
+            steps = training.optimizer_steps
+            groups = max(1, round(rollout.num_groups / steps)) * steps
+            fewer = next(n for n in range(steps, 0, -1) if rollout.num_groups % n == 0)
             raise ValueError(
-                f"rollout.num_groups ({rollout.num_groups}) must be a multiple of "
-                f"training.optimizer_steps ({training.optimizer_steps}): each step takes the same number of groups"
+                f"rollout.num_groups ({rollout.num_groups}) must be a multiple of training.optimizer_steps ({steps}), which "
+                f"take the same number each: set rollout.num_groups={groups} or training.optimizer_steps={fewer}"
             )
         if rollout.max_new_tokens >= self.model.max_positions:
             raise ValueError(
@@ -175,10 +209,16 @@ class RunConfig(Section):
         if rollout.temperature == 0:
             raise ValueError("rollout.temperature must be above 0: greedy trajectories of a group are all the same")
         per_step = rollout.num_groups // training.optimizer_steps * rollout.group_size
-        if per_step < len(self.placement.trainer):
+        if per_step < self.data_ranks:
+            copies = (
+                "the number of placement.trainer devices"
+                if training.backend is TrainingBackend.TORCH
+                else "the copies of the model that training.layout makes of placement.trainer"
+            )
             raise ValueError(
                 f"rollout.num_groups x rollout.group_size / training.optimizer_steps ({per_step} trajectories a step) "
-                f"must be at least the number of placement.trainer devices ({len(self.placement.trainer)})"
+                f"must be at least {copies} ({self.data_ranks}): set rollout.num_groups="
+                f"{-(-self.data_ranks // rollout.group_size) * training.optimizer_steps}"
             )
         return self
 

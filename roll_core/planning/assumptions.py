@@ -1,4 +1,7 @@
-"""Machines and lengths for a config of which nothing was recorded: `roll simulate` prints them, they are to be doubted."""
+"""Machines and lengths for a config of which nothing was recorded: `roll simulate` and `roll plan` say so where they use
+them, and they are to be doubted."""
+
+import math
 
 from roll_core.config.inference import RehearsalInference, TorchInference
 from roll_core.config.run import RunConfig
@@ -12,6 +15,8 @@ FORWARD_SHARE = 1 / 3
 """Of training is the forward pass, which is what prepare does."""
 MEDIAN_SHARE, SIGMA = 1 / 4, 0.8
 """The median completion has so much of rollout.max_new_tokens; at this sigma one of 25 reaches the limit."""
+PROMPT_SHARE = 1 / 8
+"""Prompts have so much of the room that completions leave of model.max_positions."""
 
 
 def assumed_models(config: RunConfig) -> Models:
@@ -47,3 +52,12 @@ def assumed_workload(config: RunConfig) -> SampledWorkload:
             )
         case _:
             return SampledWorkload(max(1.0, MEDIAN_SHARE * most), SIGMA, most, seed=seed)
+
+
+def assumed_tokens(config: RunConfig) -> tuple[float, float]:
+    """Of a prompt, and of a completion: means."""
+    most = config.rollout.max_new_tokens
+    median, sigma = MEDIAN_SHARE * most, SIGMA
+    if isinstance(config.inference, RehearsalInference):
+        median, sigma = config.inference.median_tokens, config.inference.sigma
+    return PROMPT_SHARE * (config.model.max_positions - most), min(most, median * math.exp(sigma**2 / 2))

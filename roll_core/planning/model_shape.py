@@ -2,45 +2,75 @@
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from roll_core.config.model import Architecture, ModelConfig, PretrainedModel, ScratchModel
+from roll_core.config.model import Architecture, ModelConfig, ModelShape, PretrainedModel, ScratchModel
 from roll_core.models.characters import VOCABULARY
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """Example: ModelShape(hidden=1024, intermediate=3072, layers=28, heads=16, kv_heads=8, head_size=128,
-    vocabulary=151936, is_tied=True, has_head_norms=True), which is Qwen3-0.6B"""
+class Parameters:
+    """How many weights there are, by kind. Example, Qwen3-30B-A3B: Parameters(embedding=311_164_928, attention=905_969_664,
+    mlp=0, experts=28_991_029_248, router=12_582_912, norms=210_944, head=311_164_928, active_experts=1_811_939_328)"""
 
-    hidden: int
-    intermediate: int
-    """Of a layer, or of one of its experts."""
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    vocabulary: int
-    is_tied: bool
-    """Whether the output layer is the embedding."""
-    has_head_norms: bool
-    """Whether queries and keys are normalised, head by head."""
-    experts: int = 0
-    """In each layer; none in a dense model."""
-    experts_per_token: int = 1
+    embedding: int
+    attention: int
+    mlp: int
+    """Of dense layers."""
+    experts: int
+    router: int
+    norms: int
+    head: int
+    """Output layer; none where it is the embedding."""
+    active_experts: int
+    """Of `experts`, those that a token goes through."""
 
     @property
-    def num_parameters(self) -> int:
-        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_size
-        matrices = 3 * self.hidden * self.intermediate * max(1, self.experts) + self.hidden * self.experts
-        norms = 2 * self.hidden + (2 * self.head_size if self.has_head_norms else 0)
-        embeddings = self.vocabulary * self.hidden * (1 if self.is_tied else 2)
-        return self.layers * (attention + matrices + norms) + embeddings + self.hidden
+    def total(self) -> int:
+        return self.embedding + self.attention + self.mlp + self.experts + self.router + self.norms + self.head
+
+    @property
+    def active(self) -> int:
+        """That a token goes through, as the names of models count them."""
+        return self.total - self.experts + self.active_experts
+
+
+@cache
+def parameters_of(shape: ModelShape) -> Parameters:
+    layer = layer_parameters(shape)
+    embedding = shape.vocabulary * shape.hidden
+    return Parameters(
+        embedding=embedding,
+        attention=shape.layers * layer.attention,
+        mlp=shape.layers * layer.mlp,
+        experts=shape.layers * layer.experts,
+        router=shape.layers * layer.router,
+        norms=shape.layers * layer.norms + shape.hidden,
+        head=0 if shape.is_tied else embedding,
+        active_experts=shape.layers * layer.active_experts,
+    )
+
+
+@cache
+def layer_parameters(shape: ModelShape) -> Parameters:
+    """Of one layer."""
+    matrices = 3 * shape.hidden * shape.intermediate  # gate, up and down
+    return Parameters(
+        embedding=0,
+        attention=2 * shape.hidden * (shape.heads + shape.kv_heads) * shape.head_size,
+        mlp=0 if shape.experts else matrices,
+        experts=shape.experts * matrices,
+        router=shape.experts * shape.hidden,
+        norms=2 * shape.hidden + (2 * shape.head_size if shape.has_head_norms else 0),
+        head=0,
+        active_experts=shape.experts_per_token * matrices if shape.experts else 0,
+    )
 
 
 def shape_of(model: ModelConfig) -> ModelShape | None:
-    """None for a model that is not on this machine."""
+    """As the folder has it, else as the config says; None for a model that is not here and has no `model.shape`."""
     match model:
         case ScratchModel():
             is_mixture = model.architecture is Architecture.QWEN3_MOE
@@ -59,7 +89,7 @@ def shape_of(model: ModelConfig) -> ModelShape | None:
             )
         case PretrainedModel():
             described = Path(model.path) / "config.json"
-            return _read(json.loads(described.read_text())) if described.is_file() else None
+            return _read(json.loads(described.read_text())) if described.is_file() else model.shape
 
 
 def _read(described: dict[str, Any]) -> ModelShape:

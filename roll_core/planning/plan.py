@@ -1,17 +1,26 @@
-"""A run, described: what `roll plan` prints. Pure: reads the config and nothing else."""
+"""A run, described: what `roll plan` prints. Reads the config and what it says of the model and the GPUs; writes nothing."""
 
 import math
 from dataclasses import dataclass
 
-from roll_core.config.model import ModelConfig, ScratchModel
+from roll_core.config.inference import VllmInference
+from roll_core.config.layout import LayoutConfig
+from roll_core.config.model import ModelConfig, ModelShape, ScratchModel
 from roll_core.config.placement import DeviceKind
 from roll_core.config.rollout import RolloutConfig
 from roll_core.config.run import RunConfig
 from roll_core.config.services import LegsConfig
 from roll_core.config.shaping import KlEstimator
-from roll_core.planning.memory import device_memory_gb, gpu_memory, trainer_memory
-from roll_core.planning.model_shape import shape_of
+from roll_core.config.training import TrainingBackend
+from roll_core.planning.assumptions import assumed_tokens
+from roll_core.planning.memory import device_memory_gb, engine_memory, gpu_memory, trainer_memory
+from roll_core.planning.model_shape import parameters_of, shape_of
+from roll_core.planning.pace import checkpoint_bytes, iteration_time, sync_bytes
+from roll_core.planning.proposals import Proposal, propose
+from roll_core.planning.room import changes
 from roll_core.types.refs import digest_of
+
+NUM_PROPOSALS = 5
 
 
 @dataclass(frozen=True)
@@ -21,8 +30,55 @@ class PlanSection:
 
 
 def describe_plan(config: RunConfig) -> list[PlanSection]:
-    sections = [_run(config), _stages(config), _roles(config), _arithmetic(config)]
-    return [*sections, *_memory(config), _surroundings(config)]
+    """The decision first, where model and GPUs are known."""
+    shape = shape_of(config.model)
+    plain = [_run(config), _stages(config), _roles(config), _arithmetic(config)]
+    if shape is None or config.cluster.device is not DeviceKind.CUDA:
+        return [*plain, _surroundings(config)]
+    device_gb = device_memory_gb(config.cluster)
+    sections = [*plain, _weights(config, shape), _memory(config, shape, device_gb)]
+    if device_gb is not None:
+        is_megatron = config.training.backend is TrainingBackend.MEGATRON
+        proposals = propose(config, shape, device_gb) if is_megatron else []
+        sections = [_in_short(config, shape, device_gb, proposals), *sections]
+        if is_megatron:
+            sections.append(_proposals(proposals, device_gb))
+    return [*sections, _surroundings(config)]
+
+
+def _in_short(config: RunConfig, shape: ModelShape, device_gb: float, proposals: list[Proposal]) -> PlanSection:
+    gpu, time = gpu_memory(config, shape, device_gb), iteration_time(config, shape, device_gb)
+    stages = {"collect": time.collect, "prepare": time.prepare, "update": time.update.total, "publish": time.publish}
+    parts = " + ".join(f"{name} {seconds:.0f}" for name, seconds in stages.items())
+    beside = ", collect beside the rest" if time.is_ahead else ""
+    hours = config.iterations * time.total / 3600
+    prompt, completion = assumed_tokens(config)
+    rows = [
+        ("fits", f"{gpu.peak:.1f} of {device_gb:.1f} GB on the fullest GPU that trains"),
+        ("an iteration", f"about {time.total:.0f} s: {parts}{beside}"),
+        (
+            "the run",
+            f"{hours:,.0f} hours, {hours * config.cluster.num_devices:,.0f} GPU-hours for {config.iterations} iterations",
+        ),
+        (
+            "assumed",
+            f"prompts of {prompt:,.0f} and completions of {completion:,.0f} tokens on average; cluster.speed",
+        ),
+    ]
+    if config.training.backend is TrainingBackend.MEGATRON:
+        layout, ranks = config.training.layout, len(config.placement.trainer)
+        sizes = f"{describe_layout(layout)}, data {layout.data(ranks)}"
+        rows.insert(1, ("layout", f"{sizes}: {_compared(config, time.update.total, proposals)}"))
+    return PlanSection("in short (times are estimates)", tuple(rows))
+
+
+def _compared(config: RunConfig, seconds: float, proposals: list[Proposal]) -> str:
+    """With the quickest layout that there is."""
+    best = proposals[0] if proposals else None
+    if best is None or best.update.total > 0.98 * seconds:
+        return "none is quicker"
+    settings = " ".join(f"--set {each}" for each in changes(config, best.layout, best.recomputes))
+    return f"updates would be {seconds / best.update.total:.2f} times as quick with {settings}"
 
 
 def _run(config: RunConfig) -> PlanSection:
@@ -49,7 +105,7 @@ def _signals(config: RunConfig) -> str:
 
 def _model(model: ModelConfig) -> str:
     shape = shape_of(model)
-    size = f"{shape.num_parameters / 1e6:,.2f} M parameters" if shape is not None else "not on this machine"
+    size = f"{parameters_of(shape).total / 1e6:,.2f} M parameters" if shape is not None else "not on this machine"
     name = f"{model.architecture} from scratch" if isinstance(model, ScratchModel) else model.path
     return f"{name}, {size}, {model.max_positions} positions"
 
@@ -132,12 +188,13 @@ def _devices(devices: tuple[int, ...]) -> str:
 def _arithmetic(config: RunConfig) -> PlanSection:
     rollout, training = config.rollout, config.training
     per_step = rollout.num_trajectories // training.optimizer_steps
+    copy = "rank" if training.backend is TrainingBackend.TORCH else "copy of it"
     return PlanSection(
         "batch arithmetic",
         (
             ("iteration", f"{rollout.num_groups} x {rollout.group_size} = {rollout.num_trajectories} trajectories"),
             ("optimizer step", f"{rollout.num_trajectories} / {training.optimizer_steps} = {per_step} trajectories"),
-            ("rank", f"{per_step} / {len(config.placement.trainer)} = about {per_step / len(config.placement.trainer):.0f}"),
+            (copy, f"{per_step} / {config.data_ranks} = about {per_step / config.data_ranks:.0f} trajectories"),
             ("micro-batch", f"at most {training.micro_batch_tokens} tokens, packed: {training.packing}"),
             (
                 "whole run",
@@ -147,27 +204,83 @@ def _arithmetic(config: RunConfig) -> PlanSection:
     )
 
 
-def _memory(config: RunConfig) -> list[PlanSection]:
-    """Of a GPU, where the run needs one and its model is known."""
-    shape = shape_of(config.model)
-    if config.cluster.device is not DeviceKind.CUDA or shape is None:
-        return []
+def _memory(config: RunConfig, shape: ModelShape, device_gb: float | None) -> PlanSection:
+    """Of the fullest GPU that trains, and of one that generates."""
     trainer = trainer_memory(config, shape)
     rows = [
-        ("weights", f"{trainer.weights:.1f} GB, as much for gradients, {trainer.optimizer:.1f} GB for the optimizer"),
-        ("activations", f"{trainer.activations:.1f} GB, {trainer.logits:.1f} GB for logits"),
+        ("weights", _gb(trainer.weights)),
+        ("gradients", _gb(trainer.gradients)),
+        ("optimizer", _gb(trainer.optimizer)),
+        ("frozen policies", _gb(trainer.frozen)),
+        ("activations", _gb(trainer.activations) + (", recomputed" if config.training.activation_checkpointing else "")),
+        ("logits", _gb(trainer.logits)),
+        ("buffers", _gb(trainer.buffers)),
     ]
-    if trainer.frozen:
-        rows.insert(1, ("frozen policies", f"{trainer.frozen:.1f} GB"))
-    device_gb = device_memory_gb(config.cluster)
+    rows = [row for row in rows if not row[1].strip().startswith("0.0")]
     if device_gb is None:
-        return [PlanSection("memory of a GPU", (*rows, ("at most", "cluster.device_memory_gib is not known")))]
+        return PlanSection("memory of a GPU", (*rows, ("at most", "cluster.device_memory_gib is not known")))
     gpu = gpu_memory(config, shape, device_gb)
-    rows.append(("while it updates", f"{gpu.updating:.1f} of {device_gb:.0f} GB"))
+    stages = config.training.layout.pipeline
+    where = f", on stage {trainer.stage} of {stages}" if stages > 1 else ""
+    rows.append(("updating", f"{_gb(gpu.updating)} of {device_gb:.1f}{where}"))
     if config.placement.shared:
-        waits = ", trainer in host memory" if config.training.offload else f", {trainer.kept:.1f} GB of them the trainer's"
-        rows.append(("while it generates", f"{gpu.generating:.1f} of {device_gb:.0f} GB{waits}"))
-    return [PlanSection("memory of a GPU", tuple(rows))]
+        waits = ", trainer in host memory" if config.training.offload else f", {trainer.kept:.1f} of them the trainer's"
+        rows.append(("generating", f"{_gb(gpu.generating)} of {device_gb:.1f}{waits}"))
+    if isinstance(config.inference, VllmInference):
+        engine = engine_memory(config.inference, shape, device_gb)
+        longest = engine.cached_tokens // config.model.max_positions
+        rows.append(("engine's weights", _gb(engine.weights)))
+        rows.append(
+            ("engine's cache", f"{_gb(engine.cache)}: {engine.cached_tokens:,} tokens, {longest} sequences of full length")
+        )
+    return PlanSection("memory of a GPU", tuple(rows))
+
+
+def _gb(amount: float) -> str:
+    return f"{amount:6.1f} GB"
+
+
+def _weights(config: RunConfig, shape: ModelShape) -> PlanSection:
+    """Where they are, by kind, and what becomes of them."""
+    parameters = parameters_of(shape)
+    rows = [
+        (kind, f"{getattr(parameters, kind) / 1e6:12,.1f} M")
+        for kind in ("embedding", "attention", "mlp", "experts", "router", "norms", "head")
+        if getattr(parameters, kind)
+    ]
+    total = f"{parameters.total / 1e6:12,.1f} M"
+    if shape.experts:
+        total += f", {parameters.active / 1e6:,.1f} M of them for a token"
+    sync, checkpoint = sync_bytes(config, shape), checkpoint_bytes(config, shape)
+    stay = config.checkpoint.keep_last
+    return PlanSection(
+        "weights",
+        (
+            *rows,
+            ("all", total),
+            ("to each engine", f"{sync / 1e9:12,.1f} GB a version, by {config.weights_transport}"),
+            ("a checkpoint", f"{checkpoint / 1e9:12,.1f} GB, {'all' if stay is None else f'the last {stay}'} stay"),
+        ),
+    )
+
+
+def _proposals(proposals: list[Proposal], device_gb: float) -> PlanSection:
+    """The quickest, by what to --set; those keys that are not named are 1."""
+    rows = []
+    for proposal in proposals[:NUM_PROPOSALS]:
+        sizes = describe_layout(proposal.layout) + (", recomputed" if proposal.recomputes else "")
+        total = proposal.update.total
+        shares = f"{proposal.update.communication / total:4.0%} sending {proposal.update.bubble / total:4.0%} idle"
+        rows.append((f"{total:10.1f} s", f"{proposal.gpu_gb:6.1f} GB {shares}  {sizes}"))
+    if not rows:
+        rows = [("", f"none fits {device_gb:.0f} GB: give placement.trainer more devices")]
+    return PlanSection("layouts: an iteration's updates, the quickest first", tuple(rows))
+
+
+def describe_layout(layout: LayoutConfig) -> str:
+    """Example: tensor 4, pipeline 8, expert 8"""
+    sizes = ", ".join(f"{key} {size}" for key, size in layout.model_dump().items() if size > 1)
+    return sizes or "every rank has all"
 
 
 def _surroundings(config: RunConfig) -> PlanSection:

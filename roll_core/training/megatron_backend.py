@@ -34,7 +34,7 @@ from roll_core.weights.shards import Gathering, Shard, fill
 
 with on_device():
     from roll_core.training import megatron_checkpoint
-    from roll_core.training.megatron_checkpoint import Block, blocks_of
+    from roll_core.training.megatron_checkpoint import Block, Progress, blocks_of
     from roll_core.training.megatron_model import PolicyModel, build_chunks
     from roll_core.training.megatron_optimizer import MOMENTS, DistributedAdam, Held, wrap
     from roll_core.training.megatron_pipeline import RowPart, Scoring, forward, forward_backward, to_all_stages
@@ -133,20 +133,19 @@ class MegatronBackend:
 
     def snapshot(self) -> Snapshot:
         held, parameters = list(self._optimizer.held()), self._policy.parameters
-        kept = ("main", *MOMENTS) if self._policy.dtype is not torch.float32 else MOMENTS
         copied = self._host_copy.of(
             {
                 "weights": [parameter.data for parameter in parameters],
-                "state": [{name: each.value(name) for name in kept} for each in held],
+                "state": [{name: each.value(name) for name in self._kept} for each in held],
             }
         )
         blocks = self._policy.weight_blocks(dict(zip(parameters, copied["weights"], strict=True)))
         blocks += [b for each, state in zip(held, copied["state"], strict=True) for b in self._state_blocks(each, state)]
-        step, group = self._step, self._writers
+        progress, group = Progress(self._step, self._optimizer.moves), self._writers
 
         def write(folder: Path) -> list[Path]:
             # Their own group: the ranks go on training, and the order of collectives within a group must be the same.
-            megatron_checkpoint.save(folder, blocks, step, group)
+            megatron_checkpoint.save(folder, blocks, progress, group)
             return written_files(folder)
 
         return write
@@ -156,10 +155,9 @@ class MegatronBackend:
         megatron_checkpoint.load(folder, self._policy.weight_blocks())
         with on_device():
             self._optimizer.follow_parameters()
-        kept = ("main", *MOMENTS) if self._policy.dtype is not torch.float32 else MOMENTS
-        blocks = [b for each in held for b in self._state_blocks(each, {name: each.value(name) for name in kept})]
-        self._step = megatron_checkpoint.load(folder, blocks)
-        self._optimizer.set_steps(self._step)
+        blocks = [b for each in held for b in self._state_blocks(each, {name: each.value(name) for name in self._kept})]
+        self._step, moves = megatron_checkpoint.load(folder, blocks)
+        self._optimizer.set_moves(moves)
 
     def load_frozen(self, name: str, folder: Path) -> None:
         with on_device():
@@ -174,6 +172,11 @@ class MegatronBackend:
         if theirs != ours:
             raise RollError(f"algorithm.teachers: {name} has a vocabulary of {theirs} tokens, the policy one of {ours}")
         self._frozen[name] = frozen
+
+    @property
+    def _kept(self) -> tuple[str, ...]:
+        """What is stored of the optimizer: float32 weights beside others, if the parameters are others."""
+        return MOMENTS if self._policy.dtype is torch.float32 else ("main", *MOMENTS)
 
     def _scored(self, built: "_Built", micro_batches: Sequence[MicroBatch], read: "Read") -> list[Tensor]:
         """Something of every micro-batch that its scores say, on all ranks."""

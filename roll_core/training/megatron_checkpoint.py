@@ -6,11 +6,12 @@ with its own boxes; nobody ever has a whole tensor. Padding of the vocabulary is
 """
 
 import io
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,14 @@ from roll_core.weights.shards import Slice
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Where it begins, and its sizes."""
-STEP = "step"
+PROGRESS = "progress"
+
+
+class Progress(NamedTuple):
+    """Optimizer steps so far, and those of them that moved anything: one whose gradient is not finite does not."""
+
+    steps: int
+    moves: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,26 +107,26 @@ def _within_row(row: int, shape: tuple[int, ...], start: int, stop: int) -> Iter
         yield (row, *begin), (1, *sizes)
 
 
-def save(folder: Path, blocks: Sequence[Block], step: int, group: dist.ProcessGroup | None) -> None:
+def save(folder: Path, blocks: Sequence[Block], progress: Progress, group: dist.ProcessGroup | None) -> None:
     """With all ranks of the group; alone, where there is none. Of ranks that have the same block one writes it."""
-    dcp.save({}, checkpoint_id=folder, planner=_SavePlanner(blocks, step), process_group=group, no_dist=group is None)
+    dcp.save({}, checkpoint_id=folder, planner=_SavePlanner(blocks, progress), process_group=group, no_dist=group is None)
 
 
-def load(folder: Path, blocks: Sequence[Block]) -> int:
-    """Fill the blocks, each rank its own; the number of the step."""
+def load(folder: Path, blocks: Sequence[Block]) -> Progress:
+    """Fill the blocks, each rank its own."""
     planner = _LoadPlanner(blocks)
     dcp.load({}, checkpoint_id=folder, planner=planner, no_dist=True)
-    return planner.step
+    return planner.progress
 
 
 class _SavePlanner(DefaultSavePlanner):
-    def __init__(self, blocks: Sequence[Block], step: int):
+    def __init__(self, blocks: Sequence[Block], progress: Progress):
         super().__init__(flatten_state_dict=False)
         self._blocks = {block.index: block for block in blocks}
-        self._written_step = step
+        self._progress = progress
 
     def create_local_plan(self) -> SavePlan:
-        items = [WriteItem(MetadataIndex(STEP), WriteItemType.BYTE_IO)]
+        items = [WriteItem(MetadataIndex(PROGRESS), WriteItemType.BYTE_IO)]
         for index, block in self._blocks.items():
             properties = TensorProperties.create_from_tensor(block.values)
             data = TensorWriteData(chunk=block.chunk, properties=properties, size=torch.Size(block.global_shape))
@@ -128,7 +136,7 @@ class _SavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if write_item.type is WriteItemType.BYTE_IO:
-            return io.BytesIO(str(self._written_step).encode())
+            return io.BytesIO(json.dumps(self._progress).encode())
         return self._blocks[write_item.index].values
 
 
@@ -136,7 +144,7 @@ class _LoadPlanner(DefaultLoadPlanner):
     def __init__(self, blocks: Sequence[Block]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._blocks = {block.index: block for block in blocks}
-        self.step = 0
+        self.progress = Progress(0, 0)
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -148,12 +156,12 @@ class _LoadPlanner(DefaultLoadPlanner):
                 raise RollError(f"the checkpoint has no {block.name} of {list(block.global_shape)}: is it of another model?")
             items += create_read_items_for_chunk_list(block.name, stored, [block.chunk])
         nothing = torch.Size((0,))
-        step = MetadataIndex(STEP)
-        items.append(ReadItem(LoadItemType.BYTE_IO, step, nothing, step, nothing, nothing))
+        progress = MetadataIndex(PROGRESS)
+        items.append(ReadItem(LoadItemType.BYTE_IO, progress, nothing, progress, nothing, nothing))
         return LoadPlan(items)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:  # noqa: ARG002
-        self.step = int(value.getvalue())
+        self.progress = Progress(*json.loads(value.getvalue()))
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         found: Any = self._blocks[MetadataIndex(read_item.dest_index.fqn, read_item.dest_index.offset)].values

@@ -6,11 +6,11 @@ without Transformer Engine or NCCL; each says why, and can go when upstream does
 """
 
 import contextlib
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -76,7 +76,7 @@ def _answer_for_cuda() -> None:
     cuda: Any = torch.cuda
     if cuda.Stream is _Stream:
         return
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # what Megatron compiles would need a C++ compiler
+    torch._dynamo.config.disable = True  # what Megatron compiles would need a C++ compiler
     cuda.current_device = lambda: CPU
     cuda.synchronize = lambda *_: None
     cuda.Stream, cuda.stream, cuda.current_stream = _Stream, lambda *_: contextlib.nullcontext(), lambda *_: _Stream()

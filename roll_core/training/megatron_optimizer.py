@@ -50,6 +50,7 @@ class DistributedAdam:
         self._chunks = list(chunks)
         self._most = config.max_gradient_norm
         self._is_reduced = False
+        self.moves = 0
         is_bfloat16 = precision is Precision.BFLOAT16
         settings = MegatronOptimizerConfig(
             optimizer="adam",
@@ -86,6 +87,7 @@ class DistributedAdam:
                 if parameters := each.get_parameters():
                     clip_grad_by_total_norm_fp32(parameters, max_norm=self._most, total_norm=norm)
             self._optimizer.step_with_ready_grads()
+            self.moves += 1
         self.discard()
         return norm
 
@@ -116,9 +118,11 @@ class DistributedAdam:
         """Parameters were set: move on from there."""
         self._optimizer.reload_model_params()
 
-    def set_steps(self, steps: int) -> None:
+    def set_moves(self, moves: int) -> None:
+        """Adam counts them to know how far its averages are from their beginning."""
+        self.moves = moves
         for held in self.held():
-            held.state["step"].fill_(steps)
+            held.state["step"].fill_(moves)
 
     def _begin_state(self) -> None:
         """From the beginning, so that it can be saved and loaded before the first step."""

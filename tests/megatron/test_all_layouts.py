@@ -1,11 +1,10 @@
 """Every kind of layout, and products of them, dense and with experts, packed and padded: what the torch backend finds."""
 
 import pytest
-import torch
 
 from roll_core.config.layout import LayoutConfig as Layout
 from roll_core.config.training import Packing
-from tests.megatron_worlds import Case, assert_equal, expected, run_world
+from tests.megatron_worlds import Case, assert_equal, expected, named, run_worlds
 
 DENSE, MIXTURE, LLAMA = "qwen3", "qwen3_moe", "llama"
 SHARED, ROWS, PADDED = Packing.SHARED_PROMPTS, Packing.ROWS, Packing.NONE
@@ -53,18 +52,14 @@ OF_FOUR = [
     Case(MIXTURE, Layout(tensor=2, expert=2, expert_tensor=2), loaded_under=Layout(expert=4)),
     Case(MIXTURE, Layout(expert=2, pipeline=2), loaded_under=Layout(tensor=2, expert=2)),
 ]
-WORLDS = {2: {case.name: case for case in OF_TWO}, 4: {case.name: case for case in OF_FOUR}}
+WORLDS = {2: OF_TWO, 4: OF_FOUR}
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory):
-    folders = {num_ranks: tmp_path_factory.mktemp(f"world-of-{num_ranks}") for num_ranks in WORLDS}
-    for num_ranks, cases in WORLDS.items():
-        run_world(cases, num_ranks, folders[num_ranks])
-    return folders
+def found(tmp_path_factory):
+    return run_worlds(WORLDS, tmp_path_factory.mktemp("worlds"))
 
 
-@pytest.mark.parametrize(("num_ranks", "name"), [(ranks, name) for ranks, cases in WORLDS.items() for name in cases])
-def test_a_layout_changes_nothing(num_ranks, name, worlds):
-    found = torch.load(worlds[num_ranks] / name, weights_only=False)
-    assert_equal(found, expected(WORLDS[num_ranks][name].model))
+@pytest.mark.parametrize(("num_ranks", "case"), named(WORLDS))
+def test_a_layout_changes_nothing(num_ranks, case, found):
+    assert_equal(found(num_ranks, case), expected(case.model))

@@ -157,7 +157,7 @@ def test_paths_are_absolute_so_that_every_process_means_the_same_place(tmp_path,
 
 
 def test_device_ranges_are_spelt_out():
-    config = load_config(ROOT / "configs/runs/qwen3-moe.yaml")
+    config = load_config(ROOT / "configs/runs/qwen3-moe-30b.yaml")
     assert config.placement.engines == tuple(range(32, 64))
 
 

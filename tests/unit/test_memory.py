@@ -5,13 +5,18 @@ import json
 import pytest
 import torch
 
+from roll_core.config.inference import VllmInference
 from roll_core.config.load import load_config
-from roll_core.config.model import Architecture, PretrainedModel, ScratchModel
+from roll_core.config.model import Architecture, ModelShape, PretrainedModel, ScratchModel
 from roll_core.config.run import RunConfig
+from roll_core.config.training import Precision, TrainingConfig
 from roll_core.errors import UserError
 from roll_core.models.causal_lm import build_model
-from roll_core.planning.memory import check_memory, gpu_memory, trainer_memory
-from roll_core.planning.model_shape import ModelShape, shape_of
+from roll_core.planning.activations import kept_bytes_of_a_layer
+from roll_core.planning.memory import engine_memory, gpu_memory, trainer_memory
+from roll_core.planning.model_shape import parameters_of, shape_of
+from roll_core.planning.room import check_memory
+from roll_core.training.torch_trained import TorchSettings
 
 QWEN3_0_6B = ModelShape(
     hidden=1024,
@@ -38,7 +43,7 @@ def test_weights_are_counted_as_the_model_has_them(architecture):
     assert shape is not None
     with torch.device("meta"):
         built = build_model(model, seed=0)
-    assert shape.num_parameters == sum(parameter.numel() for parameter in built.parameters())
+    assert parameters_of(shape).total == sum(parameter.numel() for parameter in built.parameters())
 
 
 def test_a_folder_says_what_model_it_holds(tmp_path):
@@ -57,21 +62,115 @@ def test_a_folder_says_what_model_it_holds(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(described))
     assert shape_of(model) == QWEN3_0_6B
-    assert QWEN3_0_6B.num_parameters == 596_049_920
+    assert parameters_of(QWEN3_0_6B).total == 596_049_920
 
 
 def test_a_trainer_keeps_sixteen_bytes_a_weight_and_what_the_backward_pass_reads():
-    memory = trainer_memory(on_one_gpu(training__micro_batch_tokens=16384), QWEN3_0_6B)
+    config = on_one_gpu(training__micro_batch_tokens=16384)
+    assert config.training.compile
+    memory = trainer_memory(config, QWEN3_0_6B)
     assert memory.weights == pytest.approx(4 * 0.596, rel=1e-3)
     assert memory.kept + memory.gradients == pytest.approx(16 * 0.596, rel=1e-3)
-    # a token and layer: 6 x 1024 beside, 2048 + 1024, 2048 + 2 x 1024 and 2048 of attention, 3 x 3072, in bfloat16
-    assert memory.activations == pytest.approx(16384 * 28 * 2 * 24_576 / 1e9)
+    # a token and layer: 4 x 1024 beside, 2048 + 1024 and 4 x 2048 of attention, a row of 2048, 3 x 3072, in bfloat16; and
+    # 2 + 16 + 8 + 16 numbers of norms and softmax in float32
+    assert memory.activations == pytest.approx(16384 * 28 * (2 * 26_624 + 4 * 42) / 1e9)
 
 
 def test_recomputing_keeps_what_each_layer_was_given_and_all_of_one():
     plain = trainer_memory(on_one_gpu(), QWEN3_0_6B).activations
     recomputed = trainer_memory(on_one_gpu(training__activation_checkpointing=True), QWEN3_0_6B).activations
     assert recomputed == pytest.approx(plain / 28 + 65536 * 28 * 1024 * 2 / 1e9)
+
+
+@pytest.mark.parametrize("architecture", [Architecture.QWEN3, Architecture.QWEN3_MOE])
+def test_a_layer_keeps_what_autograd_keeps_of_it(architecture):
+    """The tensors that torch saved for the backward pass of a layer, against the terms that are planned."""
+    three, four = (_saved_bytes(_small(architecture, num_layers)) for num_layers in (3, 4))
+    model = _small(architecture, 4)
+    shape = shape_of(model)
+    assert shape is not None
+    changes = {"model": model, "training": BFLOAT16, "rollout": {"max_new_tokens": 1}}
+    planned = kept_bytes_of_a_layer(RunConfig.model_validate({"name": "small", "iterations": 1, **changes}), shape)
+    parameters = parameters_of(shape)
+    copies = 2 * (parameters.attention + parameters.mlp + parameters.router) / shape.layers
+    assert NUM_TOKENS * planned + copies == pytest.approx(four - three, rel=0.02)
+
+
+BFLOAT16 = TrainingConfig(precision=Precision.BFLOAT16, micro_batch_tokens=512)
+NUM_TOKENS, ROW = 512, 128
+
+
+def _small(architecture: Architecture, num_layers: int) -> ScratchModel:
+    return ScratchModel(
+        architecture=architecture,
+        hidden_size=256,
+        num_heads=4,
+        num_kv_heads=2,
+        intermediate_size=320,
+        num_layers=num_layers,
+        max_positions=ROW,
+        num_experts=8,
+        experts_per_token=3,
+    )
+
+
+def _saved_bytes(model: ScratchModel) -> int:
+    """Of the forward pass of four sequences, beside the weights."""
+    built = TorchSettings(BFLOAT16, seed=0, temperature=1.0, device=torch.device("cpu")).build_model(model)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in built.parameters()}
+    saved: dict[int, torch.Tensor] = {}  # kept, so that no place is used twice
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in weights:
+            saved[place] = tensor
+        return tensor
+
+    may_look = torch.ones(ROW, ROW, dtype=torch.bool).tril().expand(NUM_TOKENS // ROW, 1, ROW, ROW)
+    embedded = torch.randn(NUM_TOKENS // ROW, ROW, model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+    with torch.autocast("cpu", torch.bfloat16), hooks:
+        answer = built.base_model(inputs_embeds=embedded, attention_mask=may_look, use_cache=False).last_hidden_state
+    assert answer.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+
+QWEN3_1_7B_IN_CHARACTERS = ScratchModel(
+    hidden_size=2048, intermediate_size=6144, num_layers=28, num_heads=16, num_kv_heads=8, max_positions=320
+)
+
+
+@pytest.mark.parametrize(("compiled", "measured"), [(True, 58.4), (False, 80.9)])
+def test_peaks_that_were_measured_come_out_within_a_tenth(compiled, measured):
+    """docs/gpu.md: one H200, 51 rows of 320 tokens."""
+    training = BFLOAT16.model_copy(update={"compile": compiled, "micro_batch_tokens": 16_320})
+    config = RunConfig(name="parts", iterations=1, model=QWEN3_1_7B_IN_CHARACTERS, training=training)
+    shape = shape_of(config.model)
+    assert shape is not None
+    assert trainer_memory(config, shape).peak == pytest.approx(measured, rel=0.1)
+
+
+def test_the_output_layer_of_a_real_vocabulary_comes_out_within_a_tenth():
+    """docs/gpu.md and README.md: 3.1 GB for 1,024 logits at a time, 151,936 tokens, 1,024 features."""
+    assert trainer_memory(on_one_gpu(), QWEN3_0_6B).logits == pytest.approx(3.1, rel=0.1)
+
+
+def test_ranks_that_share_a_model_gather_two_layers_at_a_time():
+    config = load_config("configs/runs/qwen3-moe-30b.yaml", ["training.backend=torch", "training.layout={}"])
+    shape = shape_of(config.model)
+    assert shape is not None
+    memory = trainer_memory(config, shape)
+    assert memory.weights == pytest.approx(4 * 30.532 / 32, rel=1e-3)
+    # 0.6230 billion weights a layer, 0.6223 in embedding and output layer: 2 bytes of all three, 6 of one; 1 GB of NCCL's
+    assert memory.buffers == pytest.approx(2 * (2 * 0.6230 + 0.6223) + 6 * 0.6230 + 1.0, rel=1e-3)
+
+
+def test_an_engine_has_what_weights_leave_for_keys_and_values():
+    engine = engine_memory(VllmInference(tensor_parallel=2, memory_share=0.5), QWEN3_0_6B, 80.0)
+    assert engine.weights == pytest.approx(0.596, rel=1e-3)
+    assert engine.cache == pytest.approx(40 - 0.596 - 3.0, rel=1e-3)
+    # 28 layers x keys and values x 8 heads x 128 x 2 bytes, half of them on each GPU
+    assert engine.cached_tokens == int(engine.cache * 1e9 / (28 * 2 * 8 * 128 * 2 / 2))
 
 
 def test_offloading_leaves_the_engine_the_gpu():
@@ -88,7 +187,11 @@ def test_offloading_leaves_the_engine_the_gpu():
 @pytest.mark.parametrize(
     ("changes", "device_gb", "told"),
     [
-        ({}, 80.0, r"training: an update needs about 104 GB of a GPU that has 80: lower training.micro_batch_tokens"),
+        (
+            {},
+            80.0,
+            r"training: an update needs about 114 GB of a GPU that has 80, 34.0 too many: lower training.micro_batch_tokens",
+        ),
         (
             {"training__micro_batch_tokens": 4096, "inference__memory_share": 0.95},
             80.0,

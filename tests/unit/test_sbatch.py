@@ -20,7 +20,7 @@ def test_a_script_asks_for_what_the_config_says(capsys):
         "signal_seconds": "300",
     }
     overrides = [word for key, value in settings.items() for word in ("--set", f"legs.launcher.{key}={value}")]
-    lines = printed(capsys, "sbatch", "configs/runs/qwen3-moe.yaml", *overrides)
+    lines = printed(capsys, "sbatch", "configs/runs/qwen3-moe-30b.yaml", *overrides)
     assert {
         "#SBATCH --account=lab",
         "#SBATCH --constraint=h100",
@@ -39,17 +39,17 @@ def test_a_script_asks_for_what_the_config_says(capsys):
     command = next(line for line in lines if line.startswith("srun"))
     assert module < setup < run < lines.index(command)
     assert "apptainer exec roll.sif python -m flows.cli leg " in command
-    assert f"{ROOT}/configs/runs/qwen3-moe.yaml --set legs.launcher.account=lab" in command
+    assert f"{ROOT}/configs/runs/qwen3-moe-30b.yaml --set legs.launcher.account=lab" in command
 
 
 def test_both_scripts_chain_themselves_alike(capsys):
-    lines = printed(capsys, "sbatch", "configs/runs/qwen3-moe.yaml")
+    lines = printed(capsys, "sbatch", "configs/runs/qwen3-moe-30b.yaml")
     by_hand = (ROOT / "infra/slurm/rlvr.sbatch").read_text().splitlines()
     assert lines[-3:] == by_hand[-3:]
 
 
 def test_a_plan_shows_legs_nodes_placement_and_the_script(capsys):
-    text = "\n".join(printed(capsys, "plan", "configs/runs/qwen3-moe.yaml"))
+    text = "\n".join(printed(capsys, "plan", "configs/runs/qwen3-moe-30b.yaml"))
     for part in ("8 node(s) x 8 cuda", "32 rank(s) on devices 0-31", "slurm, 1440 min each", "#SBATCH --nodes=8", "srun"):
         assert part in text
 

@@ -1,0 +1,53 @@
+"""The megatron backend on one GPU: `make test-gpu`, where there is one."""
+
+import pytest
+import torch
+
+from roll_core.algorithms.catalog import build_algorithm
+from roll_core.batching.packing import PackingLimits
+from roll_core.config.algorithm import Grpo
+from roll_core.config.model import Architecture, ScratchModel
+from roll_core.config.training import OptimizerConfig, Packing, Precision, TrainingBackend, TrainingConfig
+from roll_core.training.base import Policy
+from roll_core.training.megatron_backend import MegatronBackend, MegatronSettings
+from roll_core.training.torch_backend import TorchBackend
+from roll_core.training.torch_trained import TorchSettings
+from tests.micro_batches import cut, random_tokens
+from tests.support import random_samples
+
+GPU = torch.device("cuda")
+
+
+def micro_batch():
+    samples = random_samples(24)
+    (batch,) = cut(samples, PackingLimits(4096, 128, Packing.SHARED_PROMPTS), random_tokens(samples))
+    return batch
+
+
+def backend(architecture: Architecture, precision: Precision) -> MegatronBackend:
+    model = ScratchModel(max_positions=64, architecture=architecture, hidden_size=128, intermediate_size=384)
+    training = TrainingConfig(backend=TrainingBackend.MEGATRON, precision=precision)
+    built = MegatronBackend(model, MegatronSettings(training, 3, 1.0, GPU))
+    built.start_optimizer(OptimizerConfig(learning_rate=1e-3), total_steps=20)
+    return built
+
+
+@pytest.mark.parametrize(("precision", "most"), [(Precision.FLOAT32, 1e-3), (Precision.BFLOAT16, 0.1)])
+@pytest.mark.parametrize("architecture", list(Architecture))
+def test_logprobs_are_those_of_the_torch_backend_on_a_cpu(architecture, precision, most):
+    model = ScratchModel(max_positions=64, architecture=architecture, hidden_size=128, intermediate_size=384)
+    exact = TorchBackend(model, TorchSettings(TrainingConfig(), 3, 1.0, torch.device("cpu")))
+    (found,) = backend(architecture, precision).logprobs([micro_batch()], Policy.CURRENT)
+    (wanted,) = exact.logprobs([micro_batch()], Policy.CURRENT)
+    assert (found - wanted).abs().max() < most
+
+
+@pytest.mark.parametrize("architecture", list(Architecture))
+def test_steps_in_bfloat16_lower_the_loss(architecture):
+    trained = backend(architecture, Precision.BFLOAT16)
+    anchored = micro_batch().with_signals(anchor_logprobs_N=trained.logprobs([micro_batch()], Policy.CURRENT)[0])
+    losses = []
+    for _ in range(5):
+        trained.accumulate([anchored], build_algorithm(Grpo(), num_optimizer_steps=1, max_new_tokens=8).loss)
+        losses.append(trained.apply_gradients()["update/loss"])
+    assert losses[-1] < losses[0]

@@ -1,0 +1,248 @@
+"""How a model is cut and spread over ranks, what a rank then has, and what is refused, with what would work."""
+
+from itertools import pairwise
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flows import cli
+from roll_core.config.layout import LayoutConfig
+from roll_core.config.load import load_config
+from roll_core.config.model import ModelShape
+from roll_core.config.run import RunConfig
+from roll_core.errors import UserError
+from roll_core.planning.divisibility import check_divides, faults_of
+from roll_core.planning.memory import layers_in_flight, trainer_memory
+from roll_core.planning.model_shape import parameters_of, shape_of
+from roll_core.planning.pace import iteration_time, update_time
+from roll_core.planning.proposals import HEADROOM, propose, with_layout
+from roll_core.planning.room import check_memory
+from roll_core.planning.sharding import weights_of_stages
+from tests.support import ROOT
+
+LARGE, MIDDLE = (ROOT / f"configs/runs/{name}.yaml" for name in ("qwen3-moe", "qwen3-moe-30b"))
+TINY_DENSE = ModelShape(
+    hidden=8, intermediate=12, layers=4, heads=4, kv_heads=2, head_size=2, vocabulary=10, has_head_norms=False
+)
+DEVICE_GB = 79 * 2**30 / 1e9
+
+
+def planned(path=LARGE, *overrides: str) -> tuple[RunConfig, ModelShape]:
+    config = load_config(path, overrides)
+    shape = shape_of(config.model)
+    assert shape is not None
+    return config, shape
+
+
+# ----------------------------------------------------------------------------------------------------------- published sizes
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        ("0.6b", 0.596, 0.596),
+        ("1.7b", 1.721, 1.721),
+        ("4b", 4.022, 4.022),
+        ("8b", 8.191, 8.191),
+        ("14b", 14.768, 14.768),
+        ("32b", 32.762, 32.762),
+        ("30b-a3b", 30.532, 3.353),
+        ("235b-a22b", 235.094, 22.191),
+    ],
+)
+def test_models_have_as_many_weights_as_was_published(name, total, active):
+    parameters = parameters_of(shape_in(name))
+    assert parameters.total / 1e9 == pytest.approx(total, abs=1e-3)
+    assert parameters.active / 1e9 == pytest.approx(active, abs=1e-3)
+
+
+def shape_in(name: str) -> ModelShape:
+    return ModelShape.model_validate(
+        yaml.safe_load((ROOT / f"configs/models/qwen3-{name}.yaml").read_text())["model"]["shape"]
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------------- cutting
+@pytest.mark.parametrize(
+    ("layers", "pipeline", "chunks", "expected"),
+    [
+        (48, 4, 1, (12, 12, 12, 12)),
+        (48, 2, 3, (8, 8, 8, 8, 8, 8)),
+        (94, 8, 1, (11, 12, 12, 12, 12, 12, 12, 11)),
+        (94, 2, 1, (47, 47)),
+        (94, 16, 1, (5, *(6,) * 14, 5)),
+        (94, 5, 1, None),
+        (2, 4, 1, None),
+    ],
+)
+def test_layers_are_shared_out_evenly_with_room_for_embedding_and_output_layer(layers, pipeline, chunks, expected):
+    assert LayoutConfig(pipeline=pipeline, virtual_pipeline=chunks).layers_of_chunks(layers) == expected
+
+
+def test_a_rank_has_its_part_of_every_matrix_and_all_of_the_norms():
+    # attention: 2 x 8 x (4 + 2) x 2 = 192; MLP: 3 x 8 x 12 = 288; norms: 16; a table: 10 x 8 = 80, half of it 40
+    first, last = weights_of_stages(TINY_DENSE, LayoutConfig(tensor=2, pipeline=2), range(2))
+    assert (first.layers, first.shared, first.experts) == (2, 2 * (96 + 144 + 16) + 40, 0)
+    assert last.shared == first.shared + 8  # its table, and the last norm
+
+
+@given(
+    tensor=st.sampled_from([1, 2, 4]),
+    pipeline=st.sampled_from([1, 2, 8, 16]),
+    expert=st.sampled_from([1, 2, 8, 128]),
+    expert_tensor=st.sampled_from([1, 2]),
+)
+def test_parts_of_all_ranks_are_the_model(tensor, pipeline, expert, expert_tensor):
+    _, shape = planned()
+    layout = LayoutConfig(tensor=tensor, pipeline=pipeline, expert=expert, expert_tensor=expert_tensor)
+    stages, whole = weights_of_stages(shape, layout, range(pipeline)), parameters_of(shape)
+    copied = (tensor - 1) * (whole.norms + whole.router)
+    assert tensor * sum(s.shared for s in stages) == pytest.approx(whole.total - whole.experts + copied)
+    assert expert * expert_tensor * sum(s.experts for s in stages) == pytest.approx(whole.experts)
+
+
+def test_an_output_layer_that_is_the_embedding_is_on_the_last_stage_once_more():
+    tied = TINY_DENSE.model_copy(update={"is_tied": True})
+    (alone,) = weights_of_stages(tied, LayoutConfig(), range(1))
+    assert alone.total == parameters_of(tied).total
+    assert sum(s.total for s in weights_of_stages(tied, LayoutConfig(pipeline=2), range(2))) == alone.total + 80
+
+
+# -------------------------------------------------------------------------------------------------------------------- memory
+def test_more_copies_share_the_optimizer_alone():
+    _, shape = planned(MIDDLE)
+    once, twice = (
+        trainer_memory(load_config(MIDDLE, [f"placement.trainer=0-{last}", "placement.engines=62-63"]), shape)
+        for last in (15, 31)
+    )
+    assert (once.weights, once.gradients, once.activations) == (twice.weights, twice.gradients, twice.activations)
+    assert once.optimizer == pytest.approx(2 * twice.optimizer)
+    assert once.gradients == pytest.approx(2 * once.weights)  # float32 and bfloat16
+
+
+def test_first_stages_have_the_most_under_way():
+    assert [layers_in_flight(6, stage, LayoutConfig(pipeline=4)) for stage in range(4)] == [24, 18, 12, 6]
+    # 2 x 3 + 4 + 1 = 11 chunks of 3 layers, then 9, 7 and 5
+    interleaved = LayoutConfig(pipeline=4, virtual_pipeline=2)
+    assert [layers_in_flight(6, stage, interleaved) for stage in range(4)] == [33, 27, 21, 15]
+
+
+@pytest.mark.parametrize(("key", "value"), [("tensor", 4), ("context", 4), ("expert", 8), ("pipeline", 8)])
+def test_what_is_shared_among_more_ranks_is_less_on_each(key, value):
+    config, shape = planned(LARGE, "training.layout={}")
+    alone, shared = (trainer_memory(with_layout(config, LayoutConfig(**size), True), shape) for size in ({}, {key: value}))
+    assert shared.peak < alone.peak
+
+
+def test_computing_again_keeps_less_and_takes_longer():
+    config, shape = planned()
+    keeps, computes = (with_layout(config, config.training.layout, recomputes) for recomputes in (False, True))
+    assert trainer_memory(computes, shape).activations < trainer_memory(keeps, shape).activations / 5
+    assert update_time(computes, shape).total > 1.2 * update_time(keeps, shape).total
+
+
+# ----------------------------------------------------------------------------------------------------------------- proposals
+def test_proposals_fit_divide_and_come_in_order():
+    config, shape = planned()
+    proposals = propose(config, shape, DEVICE_GB)
+    assert len(proposals) > 100
+    seconds = [proposal.update.total for proposal in proposals]
+    assert all(later >= earlier - 0.01 for earlier, later in pairwise(seconds))
+    for proposal in proposals:
+        assert proposal.gpu_gb <= (1 - HEADROOM) * DEVICE_GB
+        assert not faults_of(proposal.layout, shape)
+        assert 256 % proposal.layout.ranks_per_copy == 256 % proposal.layout.ranks_per_expert_copy == 0
+
+
+@pytest.mark.parametrize("path", [LARGE, MIDDLE])
+def test_the_layouts_of_the_large_runs_are_within_a_twentieth_of_the_quickest(path):
+    config, shape = planned(path)
+    assert update_time(config, shape).total <= 1.05 * propose(config, shape, DEVICE_GB)[0].update.total
+
+
+@settings(max_examples=30)
+@given(st.sampled_from(["teraflops", "memory_gb", "node_gb", "network_gb"]))
+def test_slower_machines_are_never_quicker(key):
+    config, shape = planned()
+    slower = load_config(LARGE, [f"cluster.speed.{key}=10"])
+    assert iteration_time(slower, shape, DEVICE_GB).total > iteration_time(config, shape, DEVICE_GB).total
+
+
+def test_a_longer_pipeline_waits_more_and_chunks_shorten_that():
+    config, shape = planned(MIDDLE)
+    bubbles = [
+        update_time(with_layout(config, LayoutConfig(**sizes), False), shape).bubble
+        for sizes in ({"pipeline": 2}, {"pipeline": 4}, {"pipeline": 4, "virtual_pipeline": 3})
+    ]
+    assert bubbles[2] < bubbles[1] / 2
+    assert bubbles[0] < bubbles[1]
+
+
+# ------------------------------------------------------------------------------------------------------------------ refusals
+@pytest.mark.parametrize(
+    ("layout", "told"),
+    [
+        (
+            {"tensor": 8},
+            r"training.layout.tensor \(8\) must divide the model's 64 heads and 4 key-value heads: set it to 4$",
+        ),
+        ({"pipeline": 5}, r"training.layout.pipeline \(5\) must divide the model's 94 layers, or .*: set it to 4 or 6$"),
+        ({"expert": 48}, r"training.layout.expert \(48\) must divide the 128 experts of a layer: set it to 32 or 64$"),
+        ({"expert_tensor": 5}, r"training.layout.expert_tensor \(5\) must divide the 1536 features .*: set it to 4 or 6$"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_what_does(layout, told):
+    _, shape = planned()
+    with pytest.raises(UserError, match=told):
+        check_divides(LayoutConfig(**layout), shape)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["training.layout.tensor=8"], "training.layout.tensor (8) must divide the model's 64 heads"),
+        (
+            ["training.layout.pipeline=3"],
+            "tensor x pipeline x context (48) must divide the 256 devices of placement.trainer",
+        ),
+        (["training.layout.expert=64"], "expert_tensor x expert x pipeline (512) must divide the 256 devices"),
+        (
+            ["training.optimizer_steps=3"],
+            "rollout.num_groups (512) must be a multiple of training.optimizer_steps (3), which take the same number each: "
+            "set rollout.num_groups=513 or training.optimizer_steps=2",
+        ),
+        (["training.backend=torch"], "training.layout is for training.backend megatron"),
+        (["training.backend=torch", "training.layout={}"], "set training.backend=megatron"),
+        (["inference.tensor_parallel=4"], "set inference.tensor_parallel=8"),
+        (["training.layout={}"], "GB of a GPU that has 85"),
+    ],
+)
+def test_roll_plan_refuses_by_the_key(capsys, overrides, told):
+    assert cli.main(["plan", str(LARGE), *(word for each in overrides for word in ("--set", each))]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("overrides", [["training.layout={}"], ["training.layout.context=1"], ["training.layout.expert=1"]])
+def test_the_layout_that_is_advised_instead_fits(overrides):
+    config, shape = planned(LARGE, *overrides)
+    with pytest.raises(UserError) as refused:
+        check_memory(config, shape, DEVICE_GB)
+    advised = [word for word in str(refused.value).split() if word.startswith("training.")]
+    check_memory(load_config(LARGE, [*overrides, *advised]), shape, DEVICE_GB)
+
+
+def test_a_batch_smaller_than_the_copies_is_refused_with_one_that_is_not():
+    overrides = ["rollout.num_groups=4", "rollout.group_size=2", "training.layout.context=1", "training.layout.pipeline=2"]
+    with pytest.raises(UserError, match=r"must be at least the copies .* \(32\): set rollout.num_groups=64"):
+        load_config(LARGE, overrides)
+    load_config(LARGE, [*overrides, "rollout.num_groups=64"])
+
+
+@pytest.mark.parametrize("path", [LARGE, MIDDLE])
+def test_the_large_runs_pass_and_the_decision_comes_first(capsys, path):
+    assert cli.main(["plan", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("in short")
+    assert "GB on the fullest GPU that trains" in lines[1]
+    assert "none is quicker" in lines[2]
+    assert "GPU-hours" in lines[4]
