@@ -14,6 +14,7 @@ import select
 import signal
 import threading
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,8 +57,9 @@ class WorkerExtension:
     _roll_is_loading: bool = False
     _roll_receiver: Receiver | None = None
 
-    def roll_begin(self, role: int) -> None:
-        """Once, before the first request. `role` is the process that started all this."""
+    def roll_begin(self, role: int) -> bool:
+        """Once, before the first request. `role` is the process that started all this. Answers whether weights can be loaded
+        without `roll_begin_weights`."""
         _end_with_parent()
         if os.getppid() != role:  # one of several workers: their parent is vLLM's, which does not see that the role is gone
             threading.Thread(target=_end_with, args=(role,), daemon=True).start()
@@ -65,29 +67,27 @@ class WorkerExtension:
         self._roll_replayed = ReplayedLoad(model) if _is_loaded_as_it_is(model) else None
         if not self.vllm_config.use_v2_model_runner:  # which draws by seed and position, too
             self.model_runner.sampler.topk_topp_sampler = _SeededSampler(self.model_runner)
+        return self._roll_replayed is not None
 
     def roll_answer(self) -> None:
         """Between two steps, or not at all."""
 
     def roll_begin_weights(self) -> None:
-        if self._roll_replayed is not None:
-            return
         model = self.model_runner.model
         if self._roll_is_loading:  # an update that broke off left layers that wait for the rest of their tensors
-            self.roll_finish_weights()
+            self._roll_finish_loading()
         self._roll_is_loading = True
         _forget_packed_experts(model)
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
 
-    def roll_load_file(self, path: str, entries: list[tuple[str, str, list[int]]]) -> None:
-        """Tensors that lie one after another in a file; each entry is a name, a dtype and a shape."""
-        flat = torch.from_file(path, shared=False, size=Path(path).stat().st_size, dtype=torch.uint8)
-        self._roll_load(flat, entries)
+    def roll_load_file(self, path: str, layout: bytes) -> None:
+        """Tensors that lie in a file; the layout says what and where."""
+        self._roll_load(torch.from_file(path, shared=False, size=Path(path).stat().st_size, dtype=torch.uint8), layout)
 
-    def roll_load_shared(self, handle: bytes, entries: list[tuple[str, str, list[int]]], starts: list[int]) -> None:
-        """The same in memory of this worker's GPU that another process shares, each from the byte where it starts."""
-        self._roll_load(open_handle(handle), entries, starts)
+    def roll_load_shared(self, handle: bytes, layout: bytes) -> None:
+        """The same in memory of this worker's GPU that another process shares."""
+        self._roll_load(open_handle(handle), layout)
         torch.cuda.synchronize(self.device)  # the memory is used again when this answers
 
     def roll_join(self, pickled_meeting: bytes, first_rank: int) -> None:
@@ -96,21 +96,27 @@ class WorkerExtension:
             self._roll_receiver.close()
         self._roll_receiver = Receiver(pickle.loads(pickled_meeting), first_rank + self.rank, self.device)
 
-    def roll_load_broadcast(self, num_bytes: int, entries: list[tuple[str, str, list[int]]]) -> None:
+    def roll_load_broadcast(self, num_bytes: int, layout: bytes) -> None:
         """The same through the group that was joined."""
         assert self._roll_receiver is not None, "an engine joins before it is sent anything"
-        self._roll_load(self._roll_receiver.receive(num_bytes), entries)
+        self._roll_load(self._roll_receiver.receive(num_bytes), layout)
 
-    def _roll_load(self, flat: Tensor, entries: list[tuple[str, str, list[int]]], starts: list[int] | None = None) -> None:
-        named = cut(flat, [TensorEntry(name, tuple(shape), dtype) for name, dtype, shape in entries], starts)
+    def _roll_load(self, flat: Tensor, layout: bytes) -> None:
+        entries, starts = _unpickle_layout(layout)
         with set_current_vllm_config(self.vllm_config):
             if self._roll_replayed is not None:
-                self._roll_replayed.load([(name, part.to(self.device)) for name, part in named])
+                self._roll_replayed.load_flat(flat.to(self.device), entries, starts)
             else:
                 # Copies: a layer's tensors are kept until it has all of them, and the memory is used again before that.
+                named = cut(flat, entries, starts)
                 self.model_runner.model.load_weights((name, part.to(self.device, copy=True)) for name, part in named)
 
-    def roll_finish_weights(self) -> None:
+    def roll_finish_weights(self, pickled_samples: bytes) -> list[str]:
+        """All have been loaded. Which of them are not what the samples say, and by how much."""
+        self._roll_finish_loading()
+        return _differences(self.model_runner.model, pickle.loads(pickled_samples))
+
+    def _roll_finish_loading(self) -> None:
         if self._roll_replayed is not None:
             self._roll_replayed.settle()
             return
@@ -119,18 +125,6 @@ class WorkerExtension:
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(model, self.vllm_config.model_config)
         _repack_embeddings(model)
-
-    def roll_differences(self, pickled_samples: bytes) -> list[str]:
-        """Which of these weights are not what the samples say, and by how much."""
-        samples: list[WeightsSample] = pickle.loads(pickled_samples)
-        found = []
-        for sample in samples:
-            for place, values, said in _readings(self.model_runner.model, sample):
-                expected = said.to(values.device, values.dtype)
-                if not torch.equal(values, expected):
-                    by = (values - expected).abs().max().item()
-                    found.append(f"{sample.name} (as {place}) by up to {by:.3g}")
-        return found
 
 
 class _SeededSampler(nn.Module):
@@ -151,6 +145,12 @@ class _SeededSampler(nn.Module):
         seeds_B = np.array([arguments[SEED] for arguments in extra], dtype=np.uint64)
         places_B = [arguments[PLACE] + len(r.output_token_ids) for arguments, r in zip(extra, requests, strict=True)]
         return draw(logprobs_BV, seeds_B, np.array(places_B, dtype=np.uint64)), logprobs_BV
+
+
+@cache
+def _unpickle_layout(layout: bytes) -> tuple[tuple[TensorEntry, ...], tuple[int, ...]]:
+    """Which is one of few that come again and again."""
+    return pickle.loads(layout)
 
 
 def _end_with_parent() -> None:
@@ -196,10 +196,26 @@ class _Shard(NamedTuple):
     columns: range
 
 
-def _readings(model: Any, sample: WeightsSample) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _differences(model: Any, samples: tuple[WeightsSample, ...]) -> list[str]:
+    """By name, and by how much."""
+    modules = dict(model.named_modules())
+    compared = [
+        (f"{sample.name} (as {place})", values, said.to(values.device, values.dtype))
+        for sample in samples
+        for place, values, said in _readings(model, modules, sample)
+    ]
+    # All are compared before the first answer is waited for.
+    found = [(values != expected).any() for _, values, expected in compared]
+    return [
+        f"{name} by up to {(values - expected).abs().max().item():.3g}"
+        for (name, values, expected), differs in zip(compared, found, strict=True)
+        if differs
+    ]
+
+
+def _readings(model: Any, modules: dict[str, Any], sample: WeightsSample) -> Iterator[tuple[str, Tensor, Tensor]]:
     """What this worker has of the sampled columns wherever the model keeps them: the name of the place, what is there and
     what should be. Nothing for experts, which are packed in ways that no product with a unit vector shows."""
-    modules = dict(model.named_modules())
     path, _, kind = sample.name.rpartition(".")
     if path in modules:
         yield path, *_reading(modules[path], kind, 0, sample)
