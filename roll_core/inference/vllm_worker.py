@@ -3,8 +3,9 @@ drawing tokens by seed and place, and ending with the process that started it. `
 
 vLLM keeps weights in other shapes than Hugging Face does: q, k and v in one matrix, gate and up in another, and on CPUs
 packed for a matrix library, where nothing can be read but through a product. So weights are read back by what they do: the
-columns of a linear layer are what it answers to unit vectors.
-Shapes: B sequences, V vocabulary, C columns, I input features, O output features.
+columns of a linear layer are what it answers to unit vectors. An expert answers no such thing, but what packing does to its
+matrices shows when it is done to numbers that name their places.
+Shapes: B sequences, V vocabulary, C columns, E experts, I input features, O output features, P places in a matrix.
 """
 
 import ctypes
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -37,6 +39,7 @@ from vllm.platforms import current_platform
 from roll_core.inference.replayed_load import ReplayedLoad
 from roll_core.inference.sampling import draw
 from roll_core.inference.vllm_terms import PLACE, SEED
+from roll_core.models.checkpoint_names import expert_of
 from roll_core.weights.broadcast import Receiver
 from roll_core.weights.buckets import TensorEntry, cut, open_handle
 from roll_core.weights.checks import WeightsSample
@@ -215,9 +218,13 @@ def _differences(model: Any, samples: tuple[WeightsSample, ...]) -> list[str]:
 
 def _readings(model: Any, modules: dict[str, Any], sample: WeightsSample) -> Iterator[tuple[str, Tensor, Tensor]]:
     """What this worker has of the sampled columns wherever the model keeps them: the name of the place, what is there and
-    what should be. Nothing for experts, which are packed in ways that no product with a unit vector shows."""
+    what should be. Nothing for experts on GPUs, whose kernels have layouts of their own."""
     path, _, kind = sample.name.rpartition(".")
-    if path in modules:
+    if expert := expert_of(sample.name):
+        layer, number, projection = expert
+        if current_platform.is_cpu():
+            yield f"{layer} {number}", *_expert_reading(modules[f"{layer}.routed_experts"], number, projection, sample)
+    elif path in modules:
         yield path, *_reading(modules[path], kind, 0, sample)
     else:
         parent, _, leaf = path.rpartition(".")
@@ -230,16 +237,51 @@ def _readings(model: Any, modules: dict[str, Any], sample: WeightsSample) -> Ite
 
 
 def _reading(module: Any, kind: str, part: int, sample: WeightsSample) -> tuple[Tensor, Tensor]:
-    columns_C = torch.tensor(sample.columns)
     if isinstance(module, VocabParallelEmbedding):
-        rows, first, _ = _shard(module, part)
-        return module.weight[first : first + len(rows), columns_C.to(module.weight.device)], sample.values[
-            rows.start : rows.stop
-        ]
+        return _held(module.weight, _shard(module, part), sample)
     if kind == "weight" and isinstance(module, LinearBase):
         return _answered(module, part, sample)
     parameter: Tensor = getattr(module, kind)
-    return parameter[..., columns_C.to(parameter.device)], sample.values
+    return parameter[..., torch.tensor(sample.columns, device=parameter.device)], sample.values
+
+
+def _held(matrix_OI: Tensor, shard: _Shard, sample: WeightsSample) -> tuple[Tensor, Tensor]:
+    """Columns of a matrix that can be read as it is."""
+    rows, first, columns = shard
+    mine_C = torch.tensor([column in columns for column in sample.columns])
+    columns_C = torch.tensor(sample.columns)[mine_C] - columns.start
+    held_OC = matrix_OI[first : first + len(rows), columns_C.to(matrix_OI.device)]
+    return held_OC, sample.values[rows.start : rows.stop, mine_C]
+
+
+def _expert_reading(module: Any, number: int, projection: str, sample: WeightsSample) -> tuple[Tensor, Tensor]:
+    """Of an expert on a CPU. Each worker has some of the features between its matrices, of gate and up the rows."""
+    packed_EOI = module.w2_weight if projection == "down" else module.w13_weight
+    matrix_OI = _unpacked(packed_EOI[number], module.quant_method.moe_kernel.fused_experts.isa)
+    width, worker = module.moe_config.intermediate_size_per_partition, module.moe_config.tp_rank
+    mine = range(worker * width, (worker + 1) * width)
+    if projection == "down":
+        return _held(matrix_OI, _Shard(range(len(matrix_OI)), 0, mine), sample)
+    first = len(matrix_OI) // 2 if projection == "up" else 0
+    return _held(matrix_OI, _Shard(mine, first, range(matrix_OI.shape[1])), sample)
+
+
+def _unpacked(packed_OI: Tensor, instructions: str) -> Tensor:
+    matrix_P = torch.empty_like(packed_OI).flatten()
+    matrix_P[_places_when_packed(packed_OI.shape, packed_OI.dtype, instructions)] = packed_OI.flatten()
+    return matrix_P.view_as(packed_OI)
+
+
+@cache
+def _places_when_packed(shape: torch.Size, dtype: torch.dtype, instructions: str) -> Tensor:
+    """Where in an expert's matrix each number comes from that is in the packed one [P]. Digit by digit, each of which every
+    kind of number can say."""
+    place_P, found_P = torch.arange(shape.numel()), torch.zeros(shape.numel(), dtype=torch.int64)
+    for digit in range(4):
+        digit_P = place_P // 256**digit % 256
+        packed_1OI = cpu_prepack_moe_weight(digit_P.to(dtype).view(1, *shape), instructions)
+        found_P += packed_1OI.flatten().long() * 256**digit
+    return found_P
 
 
 def _answered(module: Any, part: int, sample: WeightsSample) -> tuple[Tensor, Tensor]:
