@@ -3,6 +3,7 @@
 import logging
 
 from roll_core.config.agreement import AgreementConfig
+from roll_core.config.experts import ExpertsConfig
 from roll_core.types.manifest import Prepared, Receipt, Updated
 from tasks.durability import state_changing
 from tasks.services import Services
@@ -14,6 +15,7 @@ log = logging.getLogger(__name__)
 def update(prepared: Prepared, services: Services) -> Updated:
     updated = services.fleet.update(prepared.collected)
     say_if_sampler_disagrees(updated, services.config.training.agreement)
+    say_if_experts_are_uneven(updated, services.config.training.experts)
     return updated
 
 
@@ -32,3 +34,9 @@ def say_if_sampler_disagrees(updated: Updated, limits: AgreementConfig | None) -
     complaint = limits.complaint(updated.metrics) if limits is not None else None
     if limits is not None and complaint is not None:
         log.warning("iteration %d (training.agreement.action %s): %s", updated.iteration, limits.action, complaint)
+
+
+def say_if_experts_are_uneven(updated: Updated, limits: ExpertsConfig | None) -> None:
+    complaint = limits.complaint(updated.metrics) if limits is not None else None
+    if complaint is not None:
+        log.warning("iteration %d: %s", updated.iteration, complaint)

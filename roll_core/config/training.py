@@ -6,6 +6,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from roll_core.config.agreement import AgreementConfig
 from roll_core.config.base import Section
+from roll_core.config.experts import ExpertsConfig
 from roll_core.config.layout import LayoutConfig
 
 
@@ -78,6 +79,8 @@ class TrainingConfig(Section):
     offload: bool = False
     """Weights and optimizer state wait in host memory while engines on the trainer's devices generate, which then have the
     devices to themselves (inference.memory_share). Needs placement.trainer and placement.engines on the same GPUs."""
+    experts: ExpertsConfig | None = None
+    """A limit on how unevenly a mixture uses its experts; null only measures (metrics experts/*)."""
     agreement: AgreementConfig | None = None
     """Limits on how far the trainer's logprobs may be from the engines'; null only measures (metrics mismatch/*)."""
 

@@ -24,6 +24,7 @@ from roll_core.models.megatron_names import MegatronNames
 from roll_core.models.tensor_files import NamedTensors, TensorFiles, TensorsInMemory
 from roll_core.training.base import Policy, Share, Snapshot
 from roll_core.training.checkpoint_files import written_files
+from roll_core.training.expert_load import ExpertLoad
 from roll_core.training.host_copy import HostCopy
 from roll_core.training.loss_inputs import loss_inputs
 from roll_core.training.megatron_cpu import on_device
@@ -33,6 +34,8 @@ from roll_core.types.manifest import Metrics
 from roll_core.weights.shards import Gathering, Shard, fill
 
 with on_device():
+    from megatron.core.transformer.moe.router import TopKRouter
+
     from roll_core.training import megatron_checkpoint
     from roll_core.training.megatron_checkpoint import Block, Progress, blocks_of
     from roll_core.training.megatron_model import PolicyModel, build_chunks
@@ -72,6 +75,7 @@ class MegatronBackend:
             self._policy = _Built(model, settings)
             self._wrapped = wrap(self._policy.chunks)
             self._gathering = Gathering(self._policy.shards, self._policy.names)
+            self._expert_load = _watched(self._policy.chunks, settings.device)
         self._share = share_of(settings.training.layout)
         self._frozen: dict[str, _Built] = {}
         self._sums: dict[str, Tensor] = {}
@@ -109,11 +113,13 @@ class MegatronBackend:
             norm = self._optimizer.step(rate)
         self._step += 1
         steps = {"gradient_norm": norm, "learning_rate": rate, "skipped_steps": float(not math.isfinite(norm))}
-        return self._drain_sums() | {f"{AREA}/{name}": value for name, value in steps.items()}
+        found = self._drain_sums() | self._expert_load.metrics()
+        return found | {f"{AREA}/{name}": value for name, value in steps.items()}
 
     def discard_gradients(self) -> None:
         with on_device():
             self._optimizer.discard()
+        self._expert_load.discard()
         self._sums = {}
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -279,6 +285,14 @@ class _Built:
             part = shard.within(shard.parameter.data if values is None else values[shard.parameter]).view(-1)
             blocks += blocks_of("weight", shard.slice, self.names, part, 0, len(part))
         return blocks
+
+
+def _watched(chunks: Sequence[PolicyModel], device: torch.device) -> ExpertLoad:
+    load = ExpertLoad(chunks[0].config.num_layers, chunks[0].config.num_moe_experts or 0, device)
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, TopKRouter):
+            load.watch(module, module.layer_number - 1, lambda answered: answered[1].sum(dim=0))
+    return load
 
 
 def _weights_of(model: ModelConfig, seed: int) -> NamedTensors:

@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import register_fsdp_forward_method
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from roll_core.algorithms.inputs import LossFn
 from roll_core.batching.micro_batch import MicroBatch
@@ -16,9 +17,11 @@ from roll_core.config.model import ModelConfig
 from roll_core.errors import RollError
 from roll_core.models.checkpoint_names import as_checkpoint
 from roll_core.training.base import Policy, Share
+from roll_core.training.expert_load import ExpertLoad
 from roll_core.training.loss_inputs import loss_inputs
 from roll_core.training.scorer import Reference, TokenScorer
 from roll_core.training.torch_trained import TorchSettings, TorchTrained, rank, whole, world_size
+from roll_core.types.manifest import Metrics
 
 
 class TorchBackend(TorchTrained):
@@ -27,6 +30,18 @@ class TorchBackend(TorchTrained):
         self._scorer = _build_scorer(model, settings)
         self._frozen: dict[str, TokenScorer] = {}
         super().__init__(self._scorer, settings, area="update")
+        routers = [each for each in self._scorer.modules() if isinstance(each, Qwen3MoeTopKRouter)]
+        num_experts = routers[0].num_experts if routers else 0
+        self._expert_load = ExpertLoad(len(routers), num_experts, settings.device)
+        for layer, router in enumerate(routers):
+            self._expert_load.watch(router, layer, lambda answered: answered[2].flatten().bincount(minlength=num_experts))
+
+    def apply_gradients(self) -> Metrics:
+        return super().apply_gradients() | self._expert_load.metrics()
+
+    def discard_gradients(self) -> None:
+        super().discard_gradients()
+        self._expert_load.discard()
 
     @property
     def share(self) -> Share:

@@ -1,0 +1,53 @@
+"""Both training backends note the same use of experts by the same tokens, and only of tokens that are trained on."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from roll_core.algorithms.losses import cross_entropy
+from roll_core.batching.packing import PackingLimits
+from roll_core.config.model import Architecture, ScratchModel
+from roll_core.config.training import OptimizerConfig, Packing, TrainingConfig
+from roll_core.training.base import Policy
+from roll_core.training.megatron_backend import MegatronBackend, MegatronSettings
+from roll_core.training.torch_backend import TorchBackend
+from roll_core.training.torch_trained import TorchSettings
+from roll_core.types.sample import Sample
+from tests.micro_batches import cut, random_tokens
+
+MIXTURE = ScratchModel(architecture=Architecture.QWEN3_MOE, max_positions=32, num_experts=4)
+DENSE = ScratchModel(max_positions=32)
+
+
+def backend(kind: str, model: ScratchModel) -> Any:
+    training = TrainingConfig(backend=kind)
+    built = (
+        MegatronBackend(model, MegatronSettings(training, 3, 1.0, torch.device("cpu")))
+        if kind == "megatron"
+        else TorchBackend(model, TorchSettings(training, 3, 1.0, torch.device("cpu")))
+    )
+    built.start_optimizer(OptimizerConfig(learning_rate=1e-3), total_steps=10)
+    return built
+
+
+def loads(trained: Any) -> dict[str, float]:
+    tokens_ST = torch.randint(2, 60, (12, 10), generator=torch.Generator().manual_seed(0))
+    samples = [Sample(token_ids=tuple(ids), trained=(False,) * 4 + (True,) * 6) for ids in tokens_ST.tolist()]  # no padding
+    parts = cut(samples, PackingLimits(40, None, Packing.NONE), random_tokens(samples))
+    trained.logprobs(parts, Policy.CURRENT)
+    trained.accumulate(parts, cross_entropy)
+    return {name: value for name, value in trained.apply_gradients().items() if name.startswith("experts/")}
+
+
+def test_both_backends_see_the_same_load_and_begin_anew_with_every_step():
+    ours, theirs = backend("megatron", MIXTURE), backend("torch", MIXTURE)
+    first = loads(ours)
+    assert 1.0 < first["experts/max_load"] <= 2.0  # two of four are chosen: an expert gets twice its share at most
+    assert first == pytest.approx(loads(theirs))
+    assert loads(ours) == pytest.approx(loads(theirs))
+
+
+@pytest.mark.parametrize("kind", ["torch", "megatron"])
+def test_a_dense_model_has_none(kind):
+    assert loads(backend(kind, DENSE)) == {}
