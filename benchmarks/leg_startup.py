@@ -28,6 +28,7 @@ model: {{kind: scratch, max_positions: 32}}
 problems: {{kind: arithmetic, puzzle: sort, digits: 3}}
 reward: {{kind: exact_match}}
 rollout: {{num_groups: 4, group_size: 4, max_new_tokens: 5}}
+evaluation: {{num_problems: 8}}
 cluster: {{nodes: {nodes}, devices_per_node: 1, threads_per_device: 1}}
 placement: {{trainer: [0], engines: [{last}]}}
 legs:

@@ -21,7 +21,7 @@ from roll_core.errors import DeadlineExceeded
 START_DEADLINE_S = 120.0
 """The first start creates and migrates a database, which took up to a minute on a loaded two-core machine."""
 
-_QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1", "PREFECT_LOGGING_LEVEL": "CRITICAL"}
+QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1", "PREFECT_LOGGING_LEVEL": "CRITICAL"}
 """The command says itself what went wrong; an embedded server has no page on which to read logs."""
 
 
@@ -60,9 +60,9 @@ def prefect_api(log_dir: Path) -> Iterator[str]:
     if given:
         yield given
         return
-    for name, value in _QUIET.items():
+    for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    with _embedded_server(log_dir, dict(os.environ)) as url:
+    with embedded_server(log_dir, dict(os.environ)) as url:
         os.environ |= {"PREFECT_API_URL": url, EMBEDDED: "1"}
         try:
             yield url
@@ -81,8 +81,8 @@ def own_api(log_dir: Path, home: Path, template: Path) -> Iterator[None]:
     database = home / "prefect.db"
     if template.exists():
         shutil.copyfile(template, database)
-    environment = os.environ | _QUIET | {"PREFECT_HOME": str(home)}
-    with _embedded_server(log_dir, environment) as url:
+    environment = os.environ | QUIET | {"PREFECT_HOME": str(home)}
+    with embedded_server(log_dir, environment) as url:
         if not template.exists():
             _copy_database(database, template)
         os.environ["PREFECT_API_URL"] = url
@@ -99,7 +99,8 @@ def _copy_database(database: Path, copy: Path) -> None:
 
 
 @contextlib.contextmanager
-def _embedded_server(log_dir: Path, environment: dict[str, str]) -> Iterator[str]:
+def embedded_server(log_dir: Path, environment: dict[str, str]) -> Iterator[str]:
+    """The address of a Prefect server of our own, that lives as long as the block."""
     port = free_port()
     log_dir.mkdir(parents=True, exist_ok=True)
     log_file = log_dir / "prefect-server.log"

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from itertools import count, takewhile
+from pathlib import Path
 from typing import Any
 
+import prefect.runtime
 from prefect import flow, get_run_logger
 from prefect.context import serialize_context
 
@@ -24,7 +26,12 @@ from tasks.runs import find_run, open_fork, open_run
 from tasks.summary import summarize
 
 
-@flow(name="rlvr")
+def config_name() -> str:
+    """The run's own name is known when it is open, and then its legs have it."""
+    return Path(prefect.runtime.flow_run.parameters["config"]).stem
+
+
+@flow(name="rlvr", flow_run_name=config_name)
 def rlvr(config: str, overrides: list[str] | None = None) -> RunSummary:
     """Open a new run of a config and carry it to its last iteration."""
     return carry_on(open_run(config, overrides or []))

@@ -11,6 +11,16 @@ if TYPE_CHECKING:
     from tests.slurm_cluster import SlurmCluster
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests run in two processes, each file in one of them. Files that must not meet name a group, and begin: they take
+    longest."""
+    grouped = [item for item in items if item.get_closest_marker("xdist_group")]
+    others = [item for item in items if not item.get_closest_marker("xdist_group")]
+    for item in others:
+        item.add_marker(pytest.mark.xdist_group(item.path.name))
+    items[:] = grouped + others
+
+
 @pytest.fixture(scope="session")
 def started_s3_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[S3Server]":
     from tests.s3_server import S3Server  # here, so that tests on a GPU need no S3 library

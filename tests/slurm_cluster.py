@@ -20,6 +20,8 @@ from pathlib import Path
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel")
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 10.0
+NODE = "TEST_SLURM_NODE"
+"""In the environment of a node's daemon and of those it starts to watch over jobs; not in that of jobs."""
 CPUS, MEMORY_MB = 8, 6000
 """What each node says it has; nothing holds it to that."""
 
@@ -86,23 +88,28 @@ class SlurmCluster:
 
     # ---------------------------------------------------------------------------------------- what happens to machines
     def start_node(self, node: str) -> None:
-        self._start(node, ["slurmd", "-D", "-N", node])
+        self._start(node, ["slurmd", "-D", "-N", node], {NODE: node})
 
     def lose_node(self, node: str) -> None:
         """The machine is gone at once: its daemon, and all that jobs have there."""
-        self._daemons.pop(node).kill()
+        del self._daemons[node]
+        daemons = _with_environment(f"{NODE}={node}")
+        for pid in daemons:
+            os.kill(pid, signal.SIGSTOP)  # or one lives to tell the controller that the job of another was killed
         for group in sorted(Path("/sys/fs/cgroup/freezer").glob(f"slurm_{node}/**/cgroup.procs"), reverse=True):
             for pid in group.read_text().split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
+        for pid in daemons:
+            os.kill(pid, signal.SIGKILL)
 
     # ---------------------------------------------------------------------------------------- how it is made
-    def _start(self, name: str, command: list[str]) -> None:
+    def _start(self, name: str, command: list[str], environment: dict[str, str] | None = None) -> None:
         program = _find(command[0])
         with open(self.folder / f"{name}.out", "ab") as log:
             self._daemons[name] = subprocess.Popen(
                 [program, *command[1:]],
-                env=os.environ | self.environment,
+                env=os.environ | self.environment | (environment or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -233,6 +240,16 @@ _PATH = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
 def _find(program: str) -> str:
     found = shutil.which(program, path=_PATH)
     assert found is not None
+    return found
+
+
+def _with_environment(setting: str) -> list[int]:
+    """Processes that were started with it."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if setting.encode() in file.read_bytes().split(b"\0"):
+                found.append(int(file.parent.name))
     return found
 
 

@@ -94,10 +94,11 @@ class Seat:
         return self.meeting.with_suffix(".token")
 
 
-def run_node(leg: LegFunction, shape: NodeShape, folder: Path) -> NodeReport | None:
-    """Be this node's part of a leg; the first node reports."""
+def run_node(leg: bytes, shape: NodeShape, folder: Path) -> NodeReport | None:
+    """Be this node's part of a leg; the first node reports. The leg is pickled, since what it imports takes seconds, and is
+    needed in the driver alone."""
     if is_first():
-        return lead(leg, shape, folder)
+        return _lead_pickled(leg, shape, folder)
     follow(shape, folder)
     return None
 
@@ -108,6 +109,10 @@ def is_first() -> bool:
 
 def lead(leg: LegFunction, shape: NodeShape, folder: Path) -> NodeReport:
     """Be the first node of a leg: Ray's head, and the leg."""
+    return _lead_pickled(cloudpickle.dumps(leg), shape, folder)
+
+
+def _lead_pickled(leg: bytes, shape: NodeShape, folder: Path) -> NodeReport:
     with _seated(folder) as (seat, scratch):
         return _lead(leg, shape, seat, scratch)
 
@@ -141,17 +146,19 @@ def _seated(folder: Path) -> Iterator[tuple[Seat, Path]]:
 
 
 # -------------------------------------------------------------------------------------------------- the first node
-def _lead(leg: LegFunction, shape: NodeShape, seat: Seat, scratch: Path) -> NodeReport:
+def _lead(leg: bytes, shape: NodeShape, seat: Seat, scratch: Path) -> NodeReport:
     signals = _Signals()
     for note in set(seat.folder.glob(f"ray-{seat.job_id}-*")) - set(seat.folder.glob(f"{seat.meeting.stem}.*")):
         note.unlink()  # of an earlier start of this job, that was killed
     _write_private(seat.token, secrets.token_hex(32))
     try:
-        with _head(shape, seat, scratch) as (head, address):
+        # The driver imports what it needs while Ray starts.
+        with _driver(leg, seat, scratch) as (driver, talk), _head(shape, seat, scratch) as (head, address):
             _write_private(seat.meeting, json.dumps({"head": address}))
-            with _driver(leg, address, seat, scratch) as (driver, answers):
-                signals.forward_to(driver)
-                return _watch(head, driver, answers, seat, signals)
+            with contextlib.suppress(OSError):  # it may have ended; that is reported below
+                talk.send(address)
+            signals.forward_to(driver)
+            return _watch(head, driver, talk, seat, signals)
     except RayLost as error:
         return NodeReport(None, str(error), signals.came, (seat.node,))
     finally:
@@ -169,14 +176,14 @@ def _wait_for_the_others(seat: Seat) -> None:
 
 
 def _watch(
-    head: subprocess.Popen[bytes], driver: SpawnProcess, answers: Connection, seat: Seat, signals: "_Signals"
+    head: subprocess.Popen[bytes], driver: SpawnProcess, talk: Connection, seat: Seat, signals: "_Signals"
 ) -> NodeReport:
-    while not wait([answers, driver.sentinel], timeout=LOOK_S):
+    while not wait([talk, driver.sentinel], timeout=LOOK_S):
         if head.poll() is not None:
             raise RayLost(f"the head of Ray on {seat.node} ended with {head.returncode}")
     lost = tuple(path.suffix[1:] for path in sorted(seat.folder.glob(f"{seat.meeting.stem}.lost.*")))
     try:
-        return NodeReport(answers.recv(), "", signals.came, lost)
+        return NodeReport(talk.recv(), "", signals.came, lost)
     except EOFError:
         driver.join()
         return NodeReport(None, f"the leg's process ended with {driver.exitcode}", signals.came, lost)
@@ -200,24 +207,25 @@ def _head(shape: NodeShape, seat: Seat, scratch: Path) -> Iterator[tuple[subproc
 
 
 @contextlib.contextmanager
-def _driver(leg: LegFunction, address: str, seat: Seat, scratch: Path) -> Iterator[tuple[SpawnProcess, Connection]]:
-    """The leg in a process of its own."""
+def _driver(leg: bytes, seat: Seat, scratch: Path) -> Iterator[tuple[SpawnProcess, Connection]]:
+    """The leg in a process of its own. It is told where Ray's head is, and answers when it is done."""
     fresh = multiprocessing.get_context("spawn")
-    answers, answer = fresh.Pipe(duplex=False)
-    driver = fresh.Process(target=_drive, args=(cloudpickle.dumps(leg), address, seat.job_id, scratch, answer))
+    talk, its_end = fresh.Pipe()
+    driver = fresh.Process(target=_drive, args=(leg, seat.job_id, scratch, its_end))
     driver.start()
-    answer.close()  # so that the end of the driver is the end of the pipe
+    its_end.close()  # so that the end of the driver is the end of the pipe
     try:
-        yield driver, answers
+        yield driver, talk
         driver.join(FAREWELL_S)
     finally:
         driver.kill()
         driver.join()
 
 
-def _drive(leg: bytes, address: str, job_id: str, scratch: Path, answer: Connection) -> None:
-    place = LegPlace(ends_at=EndTime(job_id), ray_address=address, scratch=scratch)
-    answer.send(cloudpickle.loads(leg)(place))
+def _drive(leg: bytes, job_id: str, scratch: Path, talk: Connection) -> None:
+    run_leg = cloudpickle.loads(leg)
+    place = LegPlace(ends_at=EndTime(job_id), ray_address=talk.recv(), scratch=scratch)
+    talk.send(run_leg(place))
 
 
 class _Signals:

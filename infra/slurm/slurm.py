@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import submitit
 from submitit.core.utils import FailedJobError, JobPaths, pickle_load
 from submitit.slurm.slurm import _make_sbatch_string
@@ -29,7 +30,7 @@ class SlurmLauncher:
         executor.update_parameters(**sbatch_parameters(self._config, request))
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it raises
-                job = executor.submit(run_node, leg, node_shape(self._config, request), request.folder)
+                job = executor.submit(run_node, cloudpickle.dumps(leg), node_shape(self._config, request), request.folder)
         except FailedJobError as error:
             raise queue.SlurmUnavailable(f"the leg could not be submitted: {' '.join(str(error).split())}") from None
         return self.attach(job.job_id, request.folder)

@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from flows.control_plane import QUIET, embedded_server
 from roll_core.store.checkpoints import checkpoints_of
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.runs import read_chain
@@ -49,6 +50,7 @@ class Workspace:
         self.environment = environment
         self.config = folder / "tiny.yaml"
         self.config.write_text(TINY_RUN.format(root=ROOT))
+        self._newest: subprocess.Popen[str] | None = None
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """`roll ARGUMENTS` in a process group of its own, so that signals can be sent as a terminal does."""
@@ -60,7 +62,7 @@ class Workspace:
         return self._start(command, self.environment | {"PYTHONPATH": str(ROOT)})
 
     def _start(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        self._newest = subprocess.Popen(
             command,
             cwd=self.folder,
             env=environment,
@@ -71,6 +73,7 @@ class Workspace:
             # Whoever starts tests in the background of a shell makes them, and their children, deaf to Ctrl-C.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
+        return self._newest
 
     def roll(self, *arguments: str, deadline_s: float = 300.0) -> subprocess.CompletedProcess[str]:
         """Run a command to its end; stdout and stderr together."""
@@ -106,7 +109,19 @@ class Workspace:
 
     def wait_for_iteration(self, iteration: int, run_id: str = "tiny-1", deadline_s: float = 180.0) -> None:
         manifest = self.folder / f"roll-data/store/runs/{run_id}/iterations/{iteration:08d}.json"
-        wait_until(manifest.exists, f"iteration {iteration} of {run_id} is committed", deadline_s)
+        self.wait_until(manifest.exists, f"iteration {iteration} of {run_id} is committed", deadline_s)
+
+    def wait_until(self, condition: Callable[[], bool], what: str, deadline_s: float) -> None:
+        """In vain, as soon as the last command that was started has failed."""
+        newest = self._newest
+
+        def come_true() -> bool:
+            failed = newest is not None and (newest.poll() or 0) > 0
+            if failed and newest is not None and not condition():
+                pytest.fail(f"before {what}, a command ended with {newest.returncode}:\n{newest.communicate()[0]}")
+            return condition()
+
+        wait_until(come_true, what, deadline_s)
 
     def pid_of(self, role: str, leg: int = 1, run_id: str = "tiny-1") -> int:
         return json.loads((self.folder / f"roll-data/work/{run_id}/leg-{leg}/processes.json").read_text())[role]
@@ -119,10 +134,23 @@ def prefect_home(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def new_workspace(tmp_path_factory, prefect_home) -> Callable[[str], Workspace]:
-    """For runs that several tests look at."""
+def newcomer(prefect_home) -> dict[str, str]:
+    """The environment of somebody who has set up nothing: every command has a Prefect server of its own."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "RAY_"))}
-    environment |= {"PREFECT_HOME": str(prefect_home), "COLUMNS": "160"}
+    return environment | {"PREFECT_HOME": str(prefect_home), "COLUMNS": "160"}
+
+
+@pytest.fixture(scope="session")
+def prefect_server(newcomer, prefect_home) -> Iterator[str]:
+    """The address of one that is there for all commands: to start one takes a fifth of a short run."""
+    with embedded_server(prefect_home, newcomer | QUIET) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def new_workspace(tmp_path_factory, newcomer, prefect_server) -> Callable[[str], Workspace]:
+    """For runs that several tests look at."""
+    environment = newcomer | QUIET | {"PREFECT_API_URL": prefect_server}
     return lambda name: Workspace(tmp_path_factory.mktemp(name), dict(environment))
 
 

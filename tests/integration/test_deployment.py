@@ -1,4 +1,4 @@
-"""`roll up` and `prefect deployment run`: the deployments on a real Prefect server with a process worker."""
+"""`roll up` and `prefect deployment run`: a real Prefect server, a worker, and legs that are jobs of a real SLURM."""
 
 import asyncio
 import json
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.request
 
+import pytest
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
@@ -15,11 +16,14 @@ from flows.control_plane import free_port
 from tests.integration.conftest import wait_until
 from tests.support import ROOT
 
+pytestmark = pytest.mark.xdist_group("slurm")  # others look whether anything is left of it on this machine
+
 OVERRIDES = [
     "iterations=2",
     "warm_start.steps=5",
     "rollout={num_groups: 4, group_size: 4, max_new_tokens: 8}",
     "evaluation={every: 2, num_problems: 8}",
+    "legs.launcher={kind: slurm, partition: low, exclusive: false, cpus_per_node: 2, memory_gigabytes: 2}",
 ]
 
 
@@ -38,15 +42,18 @@ async def read_server(api_url: str) -> tuple[set[str], dict[str, str], list[str]
             deployments = {d.name for d in await client.read_deployments()}
             flow_runs = {r.name: r for r in await client.read_flow_runs()}
             task_runs = [t.name for t in await client.read_task_runs()]
+    assert "quickstart" in flow_runs
     leg = flow_runs["quickstart-1 leg 1"]
     assert leg.parent_task_run_id is not None, "the leg is not shown as part of the run that launched it"
     return deployments, {name: run.state_name for name, run in flow_runs.items()}, task_runs
 
 
-def test_a_deployment_runs_on_a_worker_and_shows_every_stage(workspace):
+def test_a_deployment_runs_on_a_worker_and_shows_every_stage(workspace, slurm):
     for name in ("flows", "tasks", "roll_core", "infra", "configs", "prefect.yaml"):
         (workspace.folder / name).symlink_to(ROOT / name)
+    del workspace.environment["PREFECT_API_URL"]
     workspace.environment["PREFECT_HOME"] = str(workspace.folder / "prefect-home")  # a server that has seen no other run
+    workspace.environment |= slurm.environment
     prefect_port, mlflow_port = free_port(), free_port()
     api_url = f"http://127.0.0.1:{prefect_port}/api"
     up = workspace.start("up", "--prefect-port", str(prefect_port), "--mlflow-port", str(mlflow_port))

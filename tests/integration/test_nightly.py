@@ -2,7 +2,6 @@
 
 import asyncio
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 from mlflow import MlflowClient
@@ -10,7 +9,6 @@ from mlflow.entities import Run
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.control_plane import prefect_api
 from roll_core.config.services import TrackingConfig
 from roll_core.tracking.baselines import Baselines
 from tests.integration.conftest import Workspace
@@ -43,14 +41,8 @@ class Nights:
 
 
 @pytest.fixture(scope="module")
-def nights(new_workspace, prefect_home) -> Iterator[Nights]:
-    workspace = new_workspace("nightly")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PREFECT_HOME", str(prefect_home))
-        patch.delenv("PREFECT_API_URL", raising=False)
-        with prefect_api(workspace.folder) as api_url:
-            workspace.environment["PREFECT_API_URL"] = api_url
-            yield Nights(workspace)
+def nights(new_workspace) -> Nights:
+    return Nights(new_workspace("nightly"))
 
 
 async def on_the_server(api_url: str) -> tuple[list[str], list[str]]:

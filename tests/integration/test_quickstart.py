@@ -1,6 +1,5 @@
 """The newcomer's path: the quickstart config, shortened, learns; and everything a person then looks at is there."""
 
-import os
 import re
 
 import pyarrow.parquet as pq
@@ -15,9 +14,8 @@ ITERATIONS = 14
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, prefect_home):
-    folder = tmp_path_factory.mktemp("quickstart")
-    workspace = Workspace(folder, os.environ | {"PREFECT_HOME": str(prefect_home), "COLUMNS": "160"})
+def finished(tmp_path_factory, newcomer):
+    workspace = Workspace(tmp_path_factory.mktemp("quickstart"), newcomer)
     config = str(ROOT / "configs/runs/quickstart.yaml")
     done = workspace.roll("run", config, "--set", f"iterations={ITERATIONS}", "--set", "evaluation.every=7")
     assert done.returncode == 0, done.stdout
@@ -32,8 +30,7 @@ def test_accuracy_rises(finished):
     assert curve[-1] > curve[0] + 0.3
 
 
-def test_ppo_with_a_critic_learns_the_same_problem(tmp_path, prefect_home):
-    workspace = Workspace(tmp_path, os.environ | {"PREFECT_HOME": str(prefect_home), "COLUMNS": "160"})
+def test_ppo_with_a_critic_learns_the_same_problem(workspace):
     settings = ["iterations=20", "evaluation.every=20", "checkpoint.every=20"]
     config = str(ROOT / "configs/runs/quickstart-ppo.yaml")
     done = workspace.roll("run", config, *(part for setting in settings for part in ("--set", setting)))

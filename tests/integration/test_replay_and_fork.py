@@ -12,17 +12,16 @@ from roll_core.store.garbage import needed_objects
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.rollouts import decode_trajectories, encode_trajectories
 from roll_core.types.refs import ArtifactKind, digest_of, record_digest
-from tests.integration.conftest import Workspace, os
+from tests.integration.conftest import Workspace
 
 KEEPING = "checkpoint={every: 1, keep_last: 1, keep_every: 2}"
 SETTINGS = ["--set", "iterations=4", "--set", KEEPING, "--set", "store.grace_minutes=0"]
 
 
 @pytest.fixture(scope="module")
-def parent(tmp_path_factory, prefect_home) -> Workspace:
+def parent(new_workspace) -> Workspace:
     """tiny-1: four iterations, a checkpoint after each, of which those of 1 and 3 are let go."""
-    folder = tmp_path_factory.mktemp("parent")
-    workspace = Workspace(folder, os.environ | {"PREFECT_HOME": str(prefect_home), "COLUMNS": "160"})
+    workspace = new_workspace("parent")
     done = workspace.roll("run", str(workspace.config), *SETTINGS)
     assert done.returncode == 0, done.stdout
     assert "export   roll export tiny-1@4 FOLDER" in done.stdout

@@ -18,6 +18,8 @@ from tests.integration.conftest import ROLL, Workspace, wait_until
 from tests.slurm_cluster import SlurmCluster
 from tests.support import ROOT
 
+pytestmark = pytest.mark.xdist_group("slurm")  # they look whether anything is left of it on this machine
+
 LONG_S = 550.0
 ITERATIONS = 16
 SITE = """
@@ -69,7 +71,7 @@ class Site(Workspace):
 
     def wait_for_leg(self, leg: int, run_id: str) -> None:
         """Until a leg has committed something."""
-        wait_until(lambda: any(m.leg == leg for m in self.chain(run_id)), f"leg {leg} of {run_id} commits", LONG_S)
+        self.wait_until(lambda: any(m.leg == leg for m in self.chain(run_id)), f"leg {leg} of {run_id} commits", LONG_S)
 
     def submit(self, *arguments: str) -> str:
         """`sbatch ARGUMENTS`; the job's id."""
