@@ -1,8 +1,8 @@
 """What the backward pass reads again of the forward pass: numbers that each layer keeps for each token, term by term.
 
-Where torch decides, terms were counted by listing the tensors that autograd had saved for a layer (and by the sizes, not by
-fitting): a test lists them again on the CPU for layers that are not compiled. h: hidden, q: all queries, k: all keys,
-i: inside the MLP. Shared out over ranks, a term is divided by those that share it.
+Those of the torch backend were found by listing the tensors that autograd saved for a layer on the CPU; a test lists them
+again where layers are not compiled. Those of the megatron backend follow from its code, without Transformer Engine, on a
+GPU. h: hidden, q: all queries, k: all keys, i: inside the MLP.
 """
 
 from roll_core.config.layout import LayoutConfig
@@ -43,7 +43,9 @@ def masked_tokens(config: RunConfig) -> int:
 def _compiled(config: RunConfig, shape: ModelShape) -> float:
     h, q, k, i = _sizes(shape)
     halves = 4 * h  # what attention and MLP were given, as it was and normalised
-    attention = (q + k) + 4 * q  # before their norms; queries, keys and values for every head, and the answer
+    attention = 4 * q  # queries, keys and values for every head, and the answer
+    if shape.has_head_norms:
+        attention += q + k  # before those
     inside = 3 * i  # gate, up, and their product
     return _width(config) * (halves + attention + masked_tokens(config) + _routed(shape, inside)) + _statistics(shape)
 
@@ -52,7 +54,7 @@ def _step_by_step(config: RunConfig, shape: ModelShape) -> float:
     h, q, k, i = _sizes(shape)
     width = _width(config)
     # A norm computes in float32: it keeps what it was given in that, and its answer before its weight.
-    norms = 2 * h + q + k
+    norms = 2 * h + (q + k if shape.has_head_norms else 0)
     of_norms = (4 + width) * norms if width == 2 else width * 2 * norms
     # Under autocast every product has a copy of its own of what it is given; else those of a half share one.
     products = (4 if shape.experts else 5) * h if _under_autocast(config) else 2 * h
@@ -68,7 +70,9 @@ def _step_by_step(config: RunConfig, shape: ModelShape) -> float:
 def _by_megatron(config: RunConfig, shape: ModelShape, layout: LayoutConfig) -> float:
     h, q, k, i = _sizes(shape)
     halves = 4 * h  # what attention and MLP were given, as it was and normalised; shared out with the sequence
-    attention = (q + 2 * k) + q + q + q  # projected; queries to be normalised, rotated; the answer
+    attention = (q + 2 * k) + q + q  # projected; rotated queries; the answer
+    if shape.has_head_norms:
+        attention += q  # a copy of the queries to be normalised
     rotation = 4 * shape.head_size * layout.tensor  # cosines and sines for queries and keys, the same for all heads
     mask = layout.tensor * masked_tokens(config)  # the same for all heads
     # Without a mask, rotated keys; with one, keys and values of all parts of the row, once more for every query head.
