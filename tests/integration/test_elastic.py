@@ -1,5 +1,9 @@
-"""A run that may use a node beside that of its leg, on a real SLURM: it comes, is taken away and comes back. The run gets
-faster and slower by that, and ends where a run without it ends, to the bit. Nothing is left behind."""
+"""What may come and go while a leg lasts, on a real SLURM: nodes beside its own, by which a run gets faster and slower, and
+the roles of a node that has lost its Ray. Each run ends where one does that nobody disturbs, to the bit. Nothing is left."""
+
+import os
+import signal
+import subprocess
 
 import pytest
 
@@ -69,3 +73,21 @@ def test_engines_on_a_node_that_comes_and_goes_change_nothing_but_the_time(site)
     told = next(line for line in site.roll("show", "lent-1").stdout.splitlines() if line.startswith("engines"))
     assert "1 in " in told
     assert "2 in " in told
+
+
+def test_roles_of_a_node_whose_ray_dies_are_started_again_in_the_same_allocation(site):
+    """Those of the trainer, whom nobody can do without."""
+    apart = ["--set", "cluster.nodes=2", "--set", "placement={trainer: [1], engines: [0]}"]
+    flow = site.begin("rebuilt", *apart)
+    site.wait_for_iteration(2, "rebuilt-1")
+    job = site.job_of("rebuilt-1", 1)
+    pattern = f"raylet/raylet .*/tmp/roll-{os.getuid()}/{job}\\.0\\.1/"
+    raylet = subprocess.run(["pgrep", "-f", pattern], capture_output=True, check=True)
+    os.kill(int(raylet.stdout.split()[0]), signal.SIGKILL)
+    site.finish(flow)
+    chain = site.chain("rebuilt-1")
+    assert {manifest.leg for manifest in chain} == {1}
+    assert site.slurm.fields(job)["Restarts"] == "0"
+
+    site.finish(site.begin("whole", *ALONE))
+    assert differences(site.chain("whole-1"), chain) == ()
