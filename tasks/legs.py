@@ -86,12 +86,12 @@ def launcher_of(config: RunConfig) -> Launcher:
 @contextlib.contextmanager
 def elastic_nodes_go(run: RunRef) -> Iterator[None]:
     """Whatever `legs.elastic` has in the queue is gone after this block, however it ends."""
+    elastic = elastic_jobs(run, read_config(run))  # now: a store that is away at the end must not keep them
     try:
         yield
     finally:
         with contextlib.suppress(SlurmUnavailable):
-            if (elastic := elastic_jobs(run, read_config(run))) is not None:
-                _take_down(*elastic.find())
+            _take_down(*(elastic.find() if elastic is not None else ()))
 
 
 def elastic_jobs(run: RunRef, config: RunConfig) -> ElasticJobs | None:

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.xdist_group("slurm")
 
 ELASTIC = """
 extends: site.yaml
-iterations: 16
+iterations: 20
 rollout: {slots_per_engine: 2}
 inference: {seconds_per_token: 0.3}
-evaluation: {every: 8}
+evaluation: {every: 10}
 legs: {launcher: {partition: high}, elastic: {nodes: 1, partition: low}}
 """
 ALONE = ("--set", "legs={launcher: {kind: local}}", "--set", "inference.seconds_per_token=0.001")
@@ -38,9 +38,10 @@ def wait_for_engines(site: Site, number: int) -> None:
     site.wait_until(lambda: number in engines(site, "lent-1")[committed:], f"{number} engines make a batch", LONG_S)
 
 
-def elastic_node(site: Site) -> str:
-    (node,) = site.slurm.command("squeue", "--noheader", "--partition=low", "--states=RUNNING", "--format=%N").split()
-    return node
+def elastic_job(site: Site) -> tuple[str, str]:
+    """The job that lends a node, and the node."""
+    job, node = site.slurm.command("squeue", "--noheader", "--partition=low", "--states=RUNNING", "--format=%i %N").split()
+    return job, node
 
 
 def test_engines_on_a_node_that_comes_and_goes_change_nothing_but_the_time(site):
@@ -49,17 +50,23 @@ def test_engines_on_a_node_that_comes_and_goes_change_nothing_but_the_time(site)
     flow = site.start("run", str(config), "--set", "name=lent")
     wait_for_engines(site, 2)
 
-    taken = elastic_node(site)
+    flow.kill()
+    flow.communicate(timeout=60)
+    job, taken = elastic_job(site)
+    flow = site.start("resume", "lent-1")
+    wait_for_engines(site, 2)
+    assert elastic_job(site) == (job, taken), "whoever takes a run over takes over what it has in the queue"
+
     take = ["sbatch", "--parsable", "--partition=high", f"--nodelist={taken}", "--exclusive", "--output=/dev/null"]
     urgent = site.slurm.command(*take, "--wrap=sleep 600").strip()
     wait_until(lambda: site.slurm.fields(urgent)["JobState"] == "RUNNING", "somebody else has the node", LONG_S)
     wait_for_engines(site, 1)
     wait_for_engines(site, 2)
-    assert elastic_node(site) != taken
+    _, lost = elastic_job(site)
+    assert lost != taken
     assert "elastic node 0, job" in site.roll("show", "lent-1").stdout
     site.slurm.command("scancel", urgent)
 
-    lost = elastic_node(site)
     site.slurm.lose_node(lost)
     try:
         wait_for_engines(site, 1)
