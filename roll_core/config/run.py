@@ -1,5 +1,6 @@
 """The whole of a run, and the checks that span sections: batch arithmetic and placement."""
 
+import math
 from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt, model_validator
@@ -90,7 +91,7 @@ class RunConfig(Section):
         """The one that is used: `weights.transport`, or what the placement suggests."""
         if self.weights.transport is not WeightsTransport.AUTO:
             return self.weights.transport
-        if self.shares_gpus:
+        if self.shares_gpus and self.legs.elastic is None:
             return WeightsTransport.SHARED_GPU
         apart = self.cluster.device is DeviceKind.CUDA and not self.placement.shared
         return WeightsTransport.BROADCAST if apart and self.inference.kind != "rehearsal" else WeightsTransport.RAY
@@ -156,16 +157,17 @@ class RunConfig(Section):
                     "placement.trainer: leave it out, or set training.backend=megatron"
                 )
             return self
-        for keys, each in (
-            ("tensor x pipeline x context", layout.ranks_per_copy),
-            ("expert_tensor x expert x pipeline", layout.ranks_per_expert_copy),
-        ):
-            if ranks % each:
-                fewer, more = ranks // each * each, (ranks // each + 1) * each
-                counts = " or ".join(str(count) for count in (fewer, more) if count)
+        for keys in (("tensor", "pipeline", "context"), ("expert_tensor", "expert", "pipeline")):
+            sizes = {key: getattr(layout, key) for key in keys}
+            together = math.prod(sizes.values())
+            if ranks % together:
+                largest = max(sizes, key=lambda key: sizes[key])
+                others = together // sizes[largest]
+                works = [size for size in range(1, sizes[largest]) if ranks % (others * size) == 0]
+                advice = f"set training.layout.{largest}={works[-1]}" if works else "lower one of these"
                 raise ValueError(
-                    f"training.layout: {keys} ({each}) must divide the {ranks} devices of placement.trainer: name "
-                    f"{counts} of them, or change one of these"
+                    f"training.layout: {' x '.join(keys)} ({together}) must divide the {ranks} devices of "
+                    f"placement.trainer: {advice}, or name {-(-ranks // together) * together} devices"
                 )
         return self
 
@@ -318,6 +320,11 @@ class RunConfig(Section):
             raise ValueError(
                 "weights.transport shared_gpu needs cluster.device cuda and every device of placement.engines in "
                 "placement.trainer: change one, or set weights.transport=auto"
+            )
+        if self.weights.transport is WeightsTransport.SHARED_GPU and self.legs.elastic is not None:
+            raise ValueError(
+                "weights.transport shared_gpu does not reach the engines of legs.elastic: set weights.transport=auto, or "
+                "leave legs.elastic out"
             )
         if self.weights.transport is WeightsTransport.BROADCAST:
             self._check_broadcast()

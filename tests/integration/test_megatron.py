@@ -6,16 +6,19 @@ import signal
 import torch
 from safetensors.torch import load_file
 
+from roll_core.store.checkpoints import download_files
+from roll_core.store.exports import read_exports
 from tests.support import ROOT
 
 CONFIG = str(ROOT / "configs/runs/qwen3-moe-tiny.yaml")
 SHORT = [
-    "iterations=5",
+    "iterations=6",
     "warm_start.steps=5",
     "rollout.num_groups=4",
-    "evaluation.every=5",
+    "evaluation.every=6",
     "evaluation.num_problems=16",
     "checkpoint.every=2",
+    "training.optimizer.epsilon=1e-5",  # of numbers that are nearly zero Adam would make what rounding makes of them
 ]
 PIPELINE = ["training.layout.tensor=1", "training.layout.expert=1", "training.layout.pipeline=2"]
 
@@ -24,10 +27,10 @@ def settings(*pairs: str) -> list[str]:
     return [word for pair in pairs for word in ("--set", pair)]
 
 
-def weights(workspace, place: str) -> dict[str, torch.Tensor]:
-    folder = workspace.folder / place.replace("@", "-at-")
-    exported = workspace.roll("export", place, str(folder))
-    assert exported.returncode == 0, exported.stdout
+def last_weights(workspace, run_id: str) -> dict[str, torch.Tensor]:
+    """Of the policy that a run stores when it is done."""
+    export, folder = read_exports(workspace.store, run_id)[-1], workspace.folder / f"{run_id} exported"
+    download_files(workspace.store, export, folder)
     return load_file(folder / "model.safetensors")
 
 
@@ -44,12 +47,11 @@ def test_a_rank_that_is_killed_costs_no_bit_and_another_layout_goes_on_from_its_
     assert {manifest.leg for manifest in resumed} == {1, 2}
     assert [m.weights_digest for m in resumed] == [m.weights_digest for m in unbroken]
 
-    # The same rollouts, since the weights are the same, and an update by a pipeline: sums in another order.
-    forked = workspace.roll("fork", "whole-1@2", *settings(*PIPELINE, "name=forked", "iterations=4"))
+    # The same weights, so the same rollouts; then updates by a pipeline, which adds up in another order.
+    forked = workspace.roll("fork", "whole-1@4", *settings(*PIPELINE, "name=forked"))
     assert forked.returncode == 0, forked.stdout
     elsewhere = workspace.chain("forked-1")
-    assert [m.weights_digest for m in elsewhere[:3]] == [m.weights_digest for m in unbroken[:3]]
-    before, after, there = (weights(workspace, place) for place in ("whole-1@2", "whole-1@4", "forked-1@4"))
-    for name, tensor in after.items():
-        moved = (tensor - before[name]).abs().max().item()
-        torch.testing.assert_close(there[name], tensor, rtol=0.0, atol=0.02 * moved)
+    assert [m.weights_digest for m in elsewhere[:5]] == [m.weights_digest for m in unbroken[:5]]
+    wanted = last_weights(workspace, "whole-1")
+    for name, tensor in last_weights(workspace, "forked-1").items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=0.0, atol=1e-5)
