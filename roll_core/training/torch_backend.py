@@ -34,7 +34,7 @@ class TorchBackend(TorchTrained):
         num_experts = routers[0].num_experts if routers else 0
         self._expert_load = ExpertLoad(len(routers), num_experts, settings.device)
         for layer, router in enumerate(routers):
-            self._expert_load.watch(router, layer, lambda answered: answered[2].flatten().bincount(minlength=num_experts))
+            self._expert_load.watch(router, layer, lambda answered: _occurrences(answered[2].flatten(), num_experts))
 
     def apply_gradients(self) -> Metrics:
         return super().apply_gradients() | self._expert_load.metrics()
@@ -106,3 +106,8 @@ def _build_scorer(model: ModelConfig, settings: TorchSettings) -> TokenScorer:
     if world_size() > 1:
         register_fsdp_forward_method(scorer, "reference_states")
     return scorer
+
+
+def _occurrences(numbers: Tensor, limit: int) -> Tensor:
+    """How often each number below the limit is there. Its shape is known before, unlike that of `bincount` to a compiler."""
+    return torch.zeros(limit, dtype=torch.int64, device=numbers.device).scatter_add_(0, numbers, torch.ones_like(numbers))
