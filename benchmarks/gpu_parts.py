@@ -1,11 +1,12 @@
 """What the engines, the torch backend and the passage of weights between them do on one GPU, for the shape of a Qwen3 model.
 
-    python benchmarks/gpu_parts.py [--shape 0.6b|1.7b|4b] [--parts engine,update,...] [--sequences 512] [--new-tokens 256]
+    python -m benchmarks.gpu_parts [--shape 0.6b|1.7b|4b] [--parts engine,update,...] [--sequences 512] [--new-tokens 256]
 
 Needs a GPU, vLLM, and neither Ray nor Prefect. Prints decode tokens/s of both engines (all slots busy), update tokens/s, its
 share of the GPU's arithmetic (MFU: 6 operations a parameter and token, and attention's, of 989 TFLOP/s dense bfloat16) and
-peak memory, how fast an engine takes over weights through the GPU's memory and how fast a plain copy there is, how long the
-copy for a checkpoint blocks the trainer, and what the output layer of a real vocabulary costs, fused and plain.
+peak memory, how fast an engine takes over weights through the GPU's memory, where that time goes and how fast a plain copy
+there is, how long the copy for a checkpoint blocks the trainer, and what the output layer of a real vocabulary costs, fused
+and plain.
 """
 
 import argparse
@@ -14,8 +15,8 @@ import random
 import tempfile
 import time
 import warnings
-from collections.abc import Awaitable, Callable
-from itertools import pairwise
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from roll_core.config.problems import ArithmeticProblems, ExactMatch
 from roll_core.config.rollout import InFlight
 from roll_core.config.run import RunConfig
 from roll_core.config.training import OptimizerConfig, Packing, Precision, TrainingConfig
+from roll_core.inference import vllm_engine
 from roll_core.inference.base import InferenceEngine
 from roll_core.inference.requests import GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
@@ -42,8 +44,8 @@ from roll_core.training.scorer import WHOLE, ScoreTokens
 from roll_core.training.torch_backend import TorchBackend
 from roll_core.training.torch_trained import TorchSettings
 from roll_core.types.sample import Sample
-from roll_core.weights.buckets import share_in_place
-from roll_core.weights.checks import Watch
+from roll_core.weights.buckets import DeviceBucket, share_in_place
+from roll_core.weights.checks import WeightsCheck, check_in_place
 from roll_core.weights.digests import WeightsDigest
 
 GPU = torch.device("cuda")
@@ -83,6 +85,9 @@ async def by_torch(model: ScratchModel, sequences: int, new_tokens: int) -> None
 
 async def by_vllm(model: ScratchModel, sequences: int, new_tokens: int) -> None:
     """Started, given weights several times through the GPU's memory, and put to work."""
+    bandwidth = copy_bandwidth()
+    print(f"copy within the GPU: {bandwidth / 1e9:,.0f} GB/s")
+    vllm_engine.WORKER = "benchmarks.timed_worker.TimedWorker"
     backend = TorchBackend(model, TorchSettings(TrainingConfig(), seed=0, temperature=1.0, device=GPU))
     backend.start_optimizer(OptimizerConfig(), total_steps=10)
     backend.snapshot()  # Adam's moments are there
@@ -91,15 +96,15 @@ async def by_vllm(model: ScratchModel, sequences: int, new_tokens: int) -> None:
     engine = VllmEngine(model, config, num_slots=sequences, device=GPU, dtype=torch.bfloat16, num_threads=8)
     print(f"vLLM started in {time.perf_counter() - start:.0f} s")
     for version in range(4):
-        await sync(engine, backend, version)
+        await sync(engine, backend, version, bandwidth)
     print(f"decode, vLLM: {await decode(engine, sequences, new_tokens):,.0f} tokens/s")
     await engine.sleep()
     for _ in range(2):  # the second time all memory on the host is there
-        await make_room(engine, backend)
+        await make_room(engine, backend, bandwidth)
     engine.close()
 
 
-async def make_room(engine: VllmEngine, backend: TorchBackend) -> None:
+async def make_room(engine: VllmEngine, backend: TorchBackend, bandwidth: float) -> None:
     """What an iteration of a trainer and an engine that each need the whole GPU spends on that."""
 
     async def timed(name: str, act: Awaitable[None]) -> None:
@@ -107,7 +112,7 @@ async def make_room(engine: VllmEngine, backend: TorchBackend) -> None:
         await act
         print(f"{name} {time.perf_counter() - start:.2f} s", end=", ")
 
-    await timed("room for both: weights to the sleeping engine", sync(engine, backend, 9))
+    await timed("room for both: weights to the sleeping engine", sync(engine, backend, 9, bandwidth))
     for name, act in (("trainer's weights to the host", backend.offload), ("back", backend.reload)):
         await timed(name, asyncio.to_thread(act))
     await timed("engine wakes", engine.wake())
@@ -115,26 +120,63 @@ async def make_room(engine: VllmEngine, backend: TorchBackend) -> None:
     print()
 
 
-async def sync(engine: VllmEngine, backend: TorchBackend, version: int) -> None:
-    times = [time.perf_counter()]
-    watch, digest = Watch(version), WeightsDigest()
-    await engine.begin_update(InFlight.FINISH)
-    times.append(time.perf_counter())
-    loading = asyncio.create_task(engine.load(share_in_place(list(backend.weights()))))
-    await asyncio.sleep(0)  # it is on its way
-    for _ in watch.over(digest.over(backend.weights())):
-        pass
-    digest.hexdigest()
-    await loading
-    times.append(time.perf_counter())
-    await engine.finish_update(version, watch.check)
-    times.append(time.perf_counter())
-    begin, load, finish = (later - earlier for earlier, later in pairwise(times))
+class Stages:
+    """Seconds, by name, of what happens one after another and beside each other."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in self.seconds.items())
+
+
+async def sync(engine: VllmEngine, backend: TorchBackend, version: int, bandwidth: float) -> None:
+    """As publisher, rank and role do it, without Ray's messages between them, of which there are two rounds."""
+    stages = Stages()
+
+    def share() -> tuple[DeviceBucket, WeightsCheck]:
+        weights = list(backend.weights())
+        with stages.of("share"):
+            bucket = share_in_place(weights)
+        with stages.of("sample"):
+            return bucket, check_in_place(version, weights)
+
+    def take_digest() -> None:
+        digest = WeightsDigest()
+        with stages.of("digest"):
+            digest.add(list(backend.weights()))
+            digest.hexdigest()
+
+    async def make_way() -> None:
+        with stages.of("make way"):
+            await engine.begin_update(InFlight.FINISH)
+
+    with stages.of("whole"):
+        (bucket, check), _ = await asyncio.gather(asyncio.to_thread(share), make_way())
+        digesting = asyncio.create_task(asyncio.to_thread(take_digest))
+        with stages.of("load"):
+            await engine.load(bucket)
+        with stages.of("finish"):
+            await engine.finish_update(version, check)
+        await digesting
+    (in_worker,) = await engine._llm.collective_rpc("seconds_spent")
+    transfer = in_worker["open"] + in_worker["find"] + in_worker["copy"]
     num_bytes = 2 * sum(tensor.numel() for _, tensor in backend.weights())
-    rates = (num_bytes / seconds / 1e9 for seconds in (times[-1] - times[0], load))
-    print(f"sync {version}: {num_bytes / 1e9:.2f} GB in {times[-1] - times[0]:.4f} s, ", end="")
-    print("{:.0f} GB/s, while they are copied {:.0f} GB/s ".format(*rates), end="")
-    print(f"(begin {begin:.4f}, copy and digest {load:.4f}, check {finish:.4f} s)")
+    print(f"sync {version}: {num_bytes / 1e9:.2f} GB in bfloat16, milliseconds: {stages}")
+    print(f"  of load and finish inside vLLM's worker: {', '.join(f'{n} {1e3 * s:.1f}' for n, s in in_worker.items())}")
+    for name, seconds in (
+        ("the transfer, inside vLLM's worker", transfer),
+        ("with the proof", transfer + in_worker["proof"]),
+        ("all of it, digest included", stages.seconds["whole"]),
+    ):
+        rate = num_bytes / seconds
+        print(f"  {name}: {rate / 1e9:,.0f} GB/s, {rate / bandwidth:.0%} of a copy within the GPU")
 
 
 def copy_bandwidth() -> float:
@@ -304,7 +346,6 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, {options.shape}, {work[0]} sequences of {PROMPT_TOKENS} + {work[1]} tokens")
     parts = options.parts.split(",")
     if "engine" in parts:
-        print(f"copy within the GPU: {copy_bandwidth() / 1e9:,.0f} GB/s")
         asyncio.run(by_vllm(model, *work))
     if "update" in parts:
         for compiled, recomputes in ((False, False), (True, False), (True, True)):

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from roll_core.weights.buckets import TensorEntry, cut
+
 Named = list[tuple[str, Tensor]]
 
 
@@ -33,8 +35,9 @@ class _Copy:
     """Numbers after the first of the tensor."""
     target: Tensor
 
-    def source(self, tensor: Tensor) -> Tensor:
-        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+    def source(self, tensor: Tensor, start: int = 0) -> Tensor:
+        """In the tensor, or in numbers of which the tensor's begin at `start`."""
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + start + self.offset)
 
 
 class ReplayedLoad:
@@ -43,6 +46,8 @@ class ReplayedLoad:
     def __init__(self, model: Loading):
         self._model = model
         self._copies: dict[str, list[_Copy]] = {}
+        self._in_flat: dict[tuple[tuple[TensorEntry, ...], tuple[int, ...]], list[tuple[_Copy, int]]] = {}
+        """By what lies where in flat bytes: what is copied, and how many numbers are before the tensor it is part of."""
         self._num_written = 0
         self.is_known = False
         """Whether every number of the model was seen to be copied, or set: only then the loader is not missed."""
@@ -53,10 +58,25 @@ class ReplayedLoad:
             with _Noting(named, self):
                 self._model.load_weights(iter(named))
             return
-        pairs = [(copy.target, copy.source(tensor)) for name, tensor in named for copy in self._copies.get(name, ())]
-        if pairs:
-            targets, sources = zip(*pairs, strict=True)
-            torch._foreach_copy_(list(targets), list(sources))
+        _copy_all([(copy.target, copy.source(tensor)) for name, tensor in named for copy in self._copies.get(name, ())])
+
+    @torch.no_grad()
+    def load_flat(self, flat: Tensor, entries: tuple[TensorEntry, ...], starts: tuple[int, ...]) -> None:
+        """The same for tensors that lie in flat bytes, from where each starts. If they lie as they did before, they are not
+        cut out one by one, which takes as long as all copies."""
+        dtypes = {entry.dtype for entry in entries}
+        dtype: torch.dtype = getattr(torch, next(iter(dtypes)))
+        if not self.is_known or len(dtypes) > 1:
+            self.load(list(cut(flat, entries, starts)))
+            return
+        if (entries, starts) not in self._in_flat:
+            self._in_flat[entries, starts] = [
+                (copy, start // dtype.itemsize)
+                for entry, start in zip(entries, starts, strict=True)
+                for copy in self._copies.get(entry.name, ())
+            ]
+        numbers = flat[: len(flat) // dtype.itemsize * dtype.itemsize].view(dtype)
+        _copy_all([(copy.target, copy.source(numbers, start)) for copy, start in self._in_flat[entries, starts]])
 
     def settle(self) -> None:
         """All weights have been given."""
@@ -73,6 +93,13 @@ class ReplayedLoad:
     def note_set(self, target: Tensor) -> None:
         """Padding, which stays what it is."""
         self._num_written += target.numel()
+
+
+def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Each source to its target, all of them at once."""
+    if pairs:
+        targets, sources = zip(*pairs, strict=True)
+        torch._foreach_copy_(list(targets), list(sources))
 
 
 class _Noting(TorchDispatchMode):

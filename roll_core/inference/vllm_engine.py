@@ -30,7 +30,7 @@ from roll_core.inference.vllm_terms import PLACE, SEED, check_version
 from roll_core.models.causal_lm import model_config
 from roll_core.types.trajectory import Ending
 from roll_core.weights.broadcast import Meeting
-from roll_core.weights.buckets import BroadcastBucket, Bucket, DeviceBucket, WeightsBucket
+from roll_core.weights.buckets import BroadcastBucket, Bucket, DeviceBucket, WeightsBucket, starts_of
 from roll_core.weights.checks import WeightsCheck
 
 WORKER = "roll_core.inference.vllm_worker.WorkerExtension"
@@ -95,6 +95,8 @@ class VllmEngine:
         self._version: int | None = None
         self._adopted = asyncio.Event()
         self._begun = False
+        self._loads_in_place = False
+        """Nothing has to be prepared for new weights: they are copied over the old ones."""
         self._loaded: list[str] = []
         if device.type == "cpu":
             os.environ.update(_ENVIRONMENT, OMP_NUM_THREADS=str(num_threads))
@@ -131,11 +133,12 @@ class VllmEngine:
             if self._asleep:
                 await self._llm.wake_up(tags=["weights"])
             if not self._begun:
-                await self._llm.collective_rpc("roll_begin", args=(os.getpid(),))
+                self._loads_in_place = all(await self._llm.collective_rpc("roll_begin", args=(os.getpid(),)))
                 self._begun = True
             # Not the method that wraps it, which waits 20 ms for answers under way: here nobody waits for any.
             await self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
-            await self._llm.collective_rpc("roll_begin_weights")
+            if not self._loads_in_place:
+                await self._llm.collective_rpc("roll_begin_weights")
         self._version, self._loaded = None, []
 
     async def join(self, meeting: Meeting, rank: int) -> None:
@@ -143,24 +146,29 @@ class VllmEngine:
             await self._llm.collective_rpc("roll_join", args=(pickle.dumps(meeting), rank))
 
     async def load(self, bucket: Bucket) -> None:
-        entries = [(entry.name, entry.dtype, list(entry.shape)) for entry in bucket.entries]
+        starts = bucket.starts if isinstance(bucket, DeviceBucket) else starts_of(bucket.entries)
+        layout = pickle.dumps((bucket.entries, starts))
         match bucket:
             case DeviceBucket():
                 with _telling_its_death():
-                    await self._llm.collective_rpc("roll_load_shared", args=(bucket.handle, entries, list(bucket.starts)))
+                    await self._llm.collective_rpc("roll_load_shared", args=(bucket.handle, layout))
             case WeightsBucket():
                 with _telling_its_death(), _in_file(bucket) as path:
-                    await self._llm.collective_rpc("roll_load_file", args=(path, entries))
+                    await self._llm.collective_rpc("roll_load_file", args=(path, layout))
             case BroadcastBucket():
                 with _telling_its_death():
-                    await self._llm.collective_rpc("roll_load_broadcast", args=(bucket.num_bytes, entries))
+                    await self._llm.collective_rpc("roll_load_broadcast", args=(bucket.num_bytes, layout))
         self._loaded += [entry.name for entry in bucket.entries]
 
     async def finish_update(self, version: int, check: WeightsCheck | None) -> None:
+        missing = set(check.names if check else ()).difference(self._loaded)
+        samples = pickle.dumps(check.samples if check and not missing else ())
         with _telling_its_death():
-            await self._llm.collective_rpc("roll_finish_weights")
-            if check is not None:
-                await self._compare(version, check)
+            by_worker = await self._llm.collective_rpc("roll_finish_weights", args=(samples,))
+            if missing:
+                raise WeightsMismatch(f"weights version {version} lacks {', '.join(sorted(missing))}")
+            if differences := [difference for found in by_worker for difference in found]:
+                raise WeightsMismatch(f"weights version {version} differs from the trainer's: {'; '.join(differences)}")
             if not self._asleep:
                 await self._llm.resume_generation()
         self._version = version
@@ -292,14 +300,6 @@ class VllmEngine:
             self._waiting.remove(sequence)
         elif sequence.driving is not None:
             sequence.driving.cancel()  # vLLM ends what nobody listens to
-
-    async def _compare(self, version: int, check: WeightsCheck) -> None:
-        if missing := sorted(set(check.names) - set(self._loaded)):
-            raise WeightsMismatch(f"weights version {version} lacks {', '.join(missing)}")
-        samples = pickle.dumps(list(check.samples))
-        for differences in await self._llm.collective_rpc("roll_differences", args=(samples,)):
-            if differences:
-                raise WeightsMismatch(f"weights version {version} differs from the trainer's: {'; '.join(differences)}")
 
 
 @contextmanager

@@ -3,8 +3,9 @@ drawing tokens by seed and place, and ending with the process that started it. `
 
 vLLM keeps weights in other shapes than Hugging Face does: q, k and v in one matrix, gate and up in another, and on CPUs
 packed for a matrix library, where nothing can be read but through a product. So weights are read back by what they do: the
-columns of a linear layer are what it answers to unit vectors.
-Shapes: B sequences, V vocabulary, C columns, I input features, O output features.
+columns of a linear layer are what it answers to unit vectors. An expert answers no such thing, but what packing does to its
+matrices shows when it is done to numbers that name their places.
+Shapes: B sequences, V vocabulary, C columns, E experts, I input features, O output features, P places in a matrix.
 """
 
 import ctypes
@@ -14,12 +15,14 @@ import select
 import signal
 import threading
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -36,6 +39,7 @@ from vllm.platforms import current_platform
 from roll_core.inference.replayed_load import ReplayedLoad
 from roll_core.inference.sampling import draw
 from roll_core.inference.vllm_terms import PLACE, SEED
+from roll_core.models.checkpoint_names import expert_of
 from roll_core.weights.broadcast import Receiver
 from roll_core.weights.buckets import TensorEntry, cut, open_handle
 from roll_core.weights.checks import WeightsSample
@@ -56,8 +60,9 @@ class WorkerExtension:
     _roll_is_loading: bool = False
     _roll_receiver: Receiver | None = None
 
-    def roll_begin(self, role: int) -> None:
-        """Once, before the first request. `role` is the process that started all this."""
+    def roll_begin(self, role: int) -> bool:
+        """Once, before the first request. `role` is the process that started all this. Answers whether weights can be loaded
+        without `roll_begin_weights`."""
         _end_with_parent()
         if os.getppid() != role:  # one of several workers: their parent is vLLM's, which does not see that the role is gone
             threading.Thread(target=_end_with, args=(role,), daemon=True).start()
@@ -65,29 +70,27 @@ class WorkerExtension:
         self._roll_replayed = ReplayedLoad(model) if _is_loaded_as_it_is(model) else None
         if not self.vllm_config.use_v2_model_runner:  # which draws by seed and position, too
             self.model_runner.sampler.topk_topp_sampler = _SeededSampler(self.model_runner)
+        return self._roll_replayed is not None
 
     def roll_answer(self) -> None:
         """Between two steps, or not at all."""
 
     def roll_begin_weights(self) -> None:
-        if self._roll_replayed is not None:
-            return
         model = self.model_runner.model
         if self._roll_is_loading:  # an update that broke off left layers that wait for the rest of their tensors
-            self.roll_finish_weights()
+            self._roll_finish_loading()
         self._roll_is_loading = True
         _forget_packed_experts(model)
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
 
-    def roll_load_file(self, path: str, entries: list[tuple[str, str, list[int]]]) -> None:
-        """Tensors that lie one after another in a file; each entry is a name, a dtype and a shape."""
-        flat = torch.from_file(path, shared=False, size=Path(path).stat().st_size, dtype=torch.uint8)
-        self._roll_load(flat, entries)
+    def roll_load_file(self, path: str, layout: bytes) -> None:
+        """Tensors that lie in a file; the layout says what and where."""
+        self._roll_load(torch.from_file(path, shared=False, size=Path(path).stat().st_size, dtype=torch.uint8), layout)
 
-    def roll_load_shared(self, handle: bytes, entries: list[tuple[str, str, list[int]]], starts: list[int]) -> None:
-        """The same in memory of this worker's GPU that another process shares, each from the byte where it starts."""
-        self._roll_load(open_handle(handle), entries, starts)
+    def roll_load_shared(self, handle: bytes, layout: bytes) -> None:
+        """The same in memory of this worker's GPU that another process shares."""
+        self._roll_load(open_handle(handle), layout)
         torch.cuda.synchronize(self.device)  # the memory is used again when this answers
 
     def roll_join(self, pickled_meeting: bytes, first_rank: int) -> None:
@@ -96,21 +99,27 @@ class WorkerExtension:
             self._roll_receiver.close()
         self._roll_receiver = Receiver(pickle.loads(pickled_meeting), first_rank + self.rank, self.device)
 
-    def roll_load_broadcast(self, num_bytes: int, entries: list[tuple[str, str, list[int]]]) -> None:
+    def roll_load_broadcast(self, num_bytes: int, layout: bytes) -> None:
         """The same through the group that was joined."""
         assert self._roll_receiver is not None, "an engine joins before it is sent anything"
-        self._roll_load(self._roll_receiver.receive(num_bytes), entries)
+        self._roll_load(self._roll_receiver.receive(num_bytes), layout)
 
-    def _roll_load(self, flat: Tensor, entries: list[tuple[str, str, list[int]]], starts: list[int] | None = None) -> None:
-        named = cut(flat, [TensorEntry(name, tuple(shape), dtype) for name, dtype, shape in entries], starts)
+    def _roll_load(self, flat: Tensor, layout: bytes) -> None:
+        entries, starts = _unpickle_layout(layout)
         with set_current_vllm_config(self.vllm_config):
             if self._roll_replayed is not None:
-                self._roll_replayed.load([(name, part.to(self.device)) for name, part in named])
+                self._roll_replayed.load_flat(flat.to(self.device), entries, starts)
             else:
                 # Copies: a layer's tensors are kept until it has all of them, and the memory is used again before that.
+                named = cut(flat, entries, starts)
                 self.model_runner.model.load_weights((name, part.to(self.device, copy=True)) for name, part in named)
 
-    def roll_finish_weights(self) -> None:
+    def roll_finish_weights(self, pickled_samples: bytes) -> list[str]:
+        """All have been loaded. Which of them are not what the samples say, and by how much."""
+        self._roll_finish_loading()
+        return _differences(self.model_runner.model, pickle.loads(pickled_samples))
+
+    def _roll_finish_loading(self) -> None:
         if self._roll_replayed is not None:
             self._roll_replayed.settle()
             return
@@ -119,18 +128,6 @@ class WorkerExtension:
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(model, self.vllm_config.model_config)
         _repack_embeddings(model)
-
-    def roll_differences(self, pickled_samples: bytes) -> list[str]:
-        """Which of these weights are not what the samples say, and by how much."""
-        samples: list[WeightsSample] = pickle.loads(pickled_samples)
-        found = []
-        for sample in samples:
-            for place, values, said in _readings(self.model_runner.model, sample):
-                expected = said.to(values.device, values.dtype)
-                if not torch.equal(values, expected):
-                    by = (values - expected).abs().max().item()
-                    found.append(f"{sample.name} (as {place}) by up to {by:.3g}")
-        return found
 
 
 class _SeededSampler(nn.Module):
@@ -151,6 +148,12 @@ class _SeededSampler(nn.Module):
         seeds_B = np.array([arguments[SEED] for arguments in extra], dtype=np.uint64)
         places_B = [arguments[PLACE] + len(r.output_token_ids) for arguments, r in zip(extra, requests, strict=True)]
         return draw(logprobs_BV, seeds_B, np.array(places_B, dtype=np.uint64)), logprobs_BV
+
+
+@cache
+def _unpickle_layout(layout: bytes) -> tuple[tuple[TensorEntry, ...], tuple[int, ...]]:
+    """Which is one of few that come again and again."""
+    return pickle.loads(layout)
 
 
 def _end_with_parent() -> None:
@@ -196,12 +199,32 @@ class _Shard(NamedTuple):
     columns: range
 
 
-def _readings(model: Any, sample: WeightsSample) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """What this worker has of the sampled columns wherever the model keeps them: the name of the place, what is there and
-    what should be. Nothing for experts, which are packed in ways that no product with a unit vector shows."""
+def _differences(model: Any, samples: tuple[WeightsSample, ...]) -> list[str]:
+    """By name, and by how much."""
     modules = dict(model.named_modules())
+    compared = [
+        (f"{sample.name} (as {place})", values, said.to(values.device, values.dtype))
+        for sample in samples
+        for place, values, said in _readings(model, modules, sample)
+    ]
+    # All are compared before the first answer is waited for.
+    found = [(values != expected).any() for _, values, expected in compared]
+    return [
+        f"{name} by up to {(values - expected).abs().max().item():.3g}"
+        for (name, values, expected), differs in zip(compared, found, strict=True)
+        if differs
+    ]
+
+
+def _readings(model: Any, modules: dict[str, Any], sample: WeightsSample) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """What this worker has of the sampled columns wherever the model keeps them: the name of the place, what is there and
+    what should be. Nothing for experts on GPUs, whose kernels have layouts of their own."""
     path, _, kind = sample.name.rpartition(".")
-    if path in modules:
+    if expert := expert_of(sample.name):
+        layer, number, projection = expert
+        if current_platform.is_cpu():
+            yield f"{layer} {number}", *_expert_reading(modules[f"{layer}.routed_experts"], number, projection, sample)
+    elif path in modules:
         yield path, *_reading(modules[path], kind, 0, sample)
     else:
         parent, _, leaf = path.rpartition(".")
@@ -214,16 +237,51 @@ def _readings(model: Any, sample: WeightsSample) -> Iterator[tuple[str, Tensor, 
 
 
 def _reading(module: Any, kind: str, part: int, sample: WeightsSample) -> tuple[Tensor, Tensor]:
-    columns_C = torch.tensor(sample.columns)
     if isinstance(module, VocabParallelEmbedding):
-        rows, first, _ = _shard(module, part)
-        return module.weight[first : first + len(rows), columns_C.to(module.weight.device)], sample.values[
-            rows.start : rows.stop
-        ]
+        return _held(module.weight, _shard(module, part), sample)
     if kind == "weight" and isinstance(module, LinearBase):
         return _answered(module, part, sample)
     parameter: Tensor = getattr(module, kind)
-    return parameter[..., columns_C.to(parameter.device)], sample.values
+    return parameter[..., torch.tensor(sample.columns, device=parameter.device)], sample.values
+
+
+def _held(matrix_OI: Tensor, shard: _Shard, sample: WeightsSample) -> tuple[Tensor, Tensor]:
+    """Columns of a matrix that can be read as it is."""
+    rows, first, columns = shard
+    mine_C = torch.tensor([column in columns for column in sample.columns])
+    columns_C = torch.tensor(sample.columns)[mine_C] - columns.start
+    held_OC = matrix_OI[first : first + len(rows), columns_C.to(matrix_OI.device)]
+    return held_OC, sample.values[rows.start : rows.stop, mine_C]
+
+
+def _expert_reading(module: Any, number: int, projection: str, sample: WeightsSample) -> tuple[Tensor, Tensor]:
+    """Of an expert on a CPU. Each worker has some of the features between its matrices, of gate and up the rows."""
+    packed_EOI = module.w2_weight if projection == "down" else module.w13_weight
+    matrix_OI = _unpacked(packed_EOI[number], module.quant_method.moe_kernel.fused_experts.isa)
+    width, worker = module.moe_config.intermediate_size_per_partition, module.moe_config.tp_rank
+    mine = range(worker * width, (worker + 1) * width)
+    if projection == "down":
+        return _held(matrix_OI, _Shard(range(len(matrix_OI)), 0, mine), sample)
+    first = len(matrix_OI) // 2 if projection == "up" else 0
+    return _held(matrix_OI, _Shard(mine, first, range(matrix_OI.shape[1])), sample)
+
+
+def _unpacked(packed_OI: Tensor, instructions: str) -> Tensor:
+    matrix_P = torch.empty_like(packed_OI).flatten()
+    matrix_P[_places_when_packed(packed_OI.shape, packed_OI.dtype, instructions)] = packed_OI.flatten()
+    return matrix_P.view_as(packed_OI)
+
+
+@cache
+def _places_when_packed(shape: torch.Size, dtype: torch.dtype, instructions: str) -> Tensor:
+    """Where in an expert's matrix each number comes from that is in the packed one [P]. Digit by digit, each of which every
+    kind of number can say."""
+    place_P, found_P = torch.arange(shape.numel()), torch.zeros(shape.numel(), dtype=torch.int64)
+    for digit in range(4):
+        digit_P = place_P // 256**digit % 256
+        packed_1OI = cpu_prepack_moe_weight(digit_P.to(dtype).view(1, *shape), instructions)
+        found_P += packed_1OI.flatten().long() * 256**digit
+    return found_P
 
 
 def _answered(module: Any, part: int, sample: WeightsSample) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _EXPERTS = re.compile(r"(?P<layer>.*\.experts)\.(?P<kind>gate_up_proj|down_proj)$")
-_EXPERT = re.compile(r"(?P<layer>.*\.experts)\.\d+\.(?P<kind>gate|up|down)_proj\.weight$")
+_EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<number>\d+)\.(?P<kind>gate|up|down)_proj\.weight$")
 
 
 def as_checkpoint(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -46,6 +46,12 @@ def as_parameters(checkpoint: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[st
 def is_experts(name: str) -> bool:
     """Whether a checkpoint's tensor is one expert's."""
     return _EXPERT.match(name) is not None
+
+
+def expert_of(name: str) -> tuple[str, int, str] | None:
+    """Whose a checkpoint's tensor is, if it is an expert's: ("model.layers.0.mlp.experts", 3, "gate")."""
+    expert = _EXPERT.match(name)
+    return None if expert is None else (expert["layer"], int(expert["number"]), expert["kind"])
 
 
 def _place(name: str) -> tuple[str, str] | None:

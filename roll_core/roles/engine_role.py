@@ -96,6 +96,12 @@ class EngineRole:
         with _one_life():
             await self._engine.finish_update(version, check)
 
+    async def load_only(self, bucket: "DeviceBucket", version: int, check: "WeightsCheck") -> int:
+        """Take over a bucket that has all weights, and serve by them."""
+        num_bytes = await self.load(bucket)
+        await self.finish_update(version, check)
+        return num_bytes
+
     async def sleep(self) -> None:
         with _one_life():
             await self._engine.sleep()

@@ -82,28 +82,28 @@ class Publisher:
 
     def _publish_on_devices(self, version: int) -> tuple[dict[str, int], str]:
         """Through the memory of the GPU that rank and engine are on."""
-        num_bytes = self._workforce.begin_update()
         lie_as_they_are_read = len(self._ranks) == 1 and self._config.training.backend is TrainingBackend.TORCH
         share = self._share_in_place if lie_as_they_are_read else self._share_by_buckets
-        num_bytes, (check, digest) = share(version, num_bytes)
-        alive = self._workforce.finish_update(num_bytes, version, check)
-        num_bytes = {name: size for name, size in num_bytes.items() if name in alive}
-        if dead := self._workforce.dead(known_alive=alive):
+        num_bytes, digest = share(version)
+        if dead := self._workforce.dead(known_alive=num_bytes):
             num_bytes |= self._replace(dead, self.bucket(version))
         return num_bytes, digest
 
-    def _share_in_place(self, version: int, num_bytes: dict[str, int]) -> tuple[dict[str, int], Any]:
-        """The engine reads the weights of the only rank where they lie, while that computes their digest."""
+    def _share_in_place(self, version: int) -> tuple[dict[str, int], str]:
+        """The engine reads the weights of the only rank where they lie, while that computes their digest. Whatever can be
+        asked at the same time is: the copy itself takes no longer than a question."""
         ((name, rank),) = self._ranks.items()
         deadline_s = self._config.deadlines.publish
-        bucket = wait_for({name: rank.share_in_place.remote(version)}, "publish", deadline_s)[name]
-        finishing = {name: rank.finish_sharing.remote()}
-        num_bytes = self._workforce.load(num_bytes, [bucket])
-        return num_bytes, wait_for(finishing, "publish", deadline_s)[name]
+        sharing, digesting = {name: rank.share_in_place.remote(version)}, {name: rank.digest.remote()}
+        begun = self._workforce.begin_update()
+        bucket, check = wait_for(sharing, "publish", deadline_s)[name]
+        num_bytes = self._workforce.load_only(begun, bucket, version, check)
+        return num_bytes, wait_for(digesting, "publish", deadline_s)[name]
 
-    def _share_by_buckets(self, version: int, num_bytes: dict[str, int]) -> tuple[dict[str, int], Any]:
+    def _share_by_buckets(self, version: int) -> tuple[dict[str, int], str]:
         """Ranks have parts: on each GPU they are gathered into one buffer after another."""
         deadline_s = self._config.deadlines.publish
+        num_bytes = self._workforce.begin_update()
         wait_for({name: rank.begin_sharing.remote(version) for name, rank in self._ranks.items()}, "publish", deadline_s)
         while True:
             sharing = {name: rank.share_bucket.remote() for name, rank in self._ranks.items()}
@@ -112,7 +112,9 @@ class Publisher:
                 break
             num_bytes = self._workforce.load(num_bytes, list(buckets.values()))
         finishing = {name: rank.finish_sharing.remote() for name, rank in self._ranks.items()}
-        return num_bytes, _from_rank_0(wait_for(finishing, "publish", deadline_s))
+        check, digest = _from_rank_0(wait_for(finishing, "publish", deadline_s))
+        alive = self._workforce.finish_update(num_bytes, version, check)
+        return {name: size for name, size in num_bytes.items() if name in alive}, digest
 
     def _publish_by_broadcast(self, version: int) -> tuple[dict[str, int], str]:
         """To all engines at once. If that breaks, whoever was late is ended, all take this version another way, and the next

@@ -148,12 +148,22 @@ class TrainerRank:
         references = tuple(ray.put(bucket) for bucket in pack(self._watched(version)))
         return Bucketed(version, references, ray.put(self._watch.check), self._digest.hexdigest())
 
-    def share_in_place(self, version: int) -> "DeviceBucket":
-        """All weights where they lie, under this number, for an engine on this rank's GPU; where this rank has them all."""
+    def share_in_place(self, version: int) -> tuple["DeviceBucket", "WeightsCheck"]:
+        """All weights where they lie, under this number, for an engine on this rank's GPU, and what it compares with; where
+        this rank has them all."""
         from roll_core.weights.buckets import share_in_place
+        from roll_core.weights.checks import check_in_place
 
-        self._unseen = self._watched(version)
-        return share_in_place(list(self._learner.weights()))
+        weights = list(self._learner.weights())
+        return share_in_place(weights), check_in_place(version, weights)
+
+    def digest(self) -> str:
+        """Of the weights, where this rank has them all: no engine waits for it."""
+        from roll_core.weights.digests import WeightsDigest
+
+        digest = WeightsDigest()
+        digest.add(list(self._learner.weights()))
+        return digest.hexdigest()
 
     def store_weights(self, version: int) -> WeightsRef | None:
         """The current weights in the store, under this number; rank 0 answers, the others help."""
@@ -166,7 +176,6 @@ class TrainerRank:
         """From now on `share_bucket` gives the weights, under this number, to engines on this rank's GPU."""
         from roll_core.weights.buckets import pack_on_device
 
-        self._unseen = iter(())
         self._shared = pack_on_device(self._watched(version), self._engine_dtype)
 
     def share_bucket(self) -> "DeviceBucket | None":
@@ -174,9 +183,7 @@ class TrainerRank:
         return next(self._shared, None)
 
     def finish_sharing(self) -> tuple["WeightsCheck", str]:
-        """What engines compare with, and the digest of the weights. Weights that are read where they lie are looked at only
-        now, so that no engine waits for it."""
-        deque(self._unseen, maxlen=0)
+        """What engines compare with, and the digest of the weights."""
         return self._watch.check, self._digest.hexdigest()
 
     def offload(self) -> None:
@@ -210,7 +217,6 @@ class TrainerRank:
         if self._rank != 0:
             self._help_to_gather()
             return None
-        self._unseen = iter(())
         self._laid_out = lay_out(self._watched(version), self._engine_dtype)
         return self._lay_out_next()
 

@@ -111,6 +111,13 @@ class Workforce:
         loaded = wait_for_survivors(loading, "publish", self._deadlines.publish)
         return {name: num_bytes[name] + size for name, size in loaded.items()}
 
+    def load_only(
+        self, names: Collection[str], bucket: "DeviceBucket", version: int, check: "WeightsCheck"
+    ) -> dict[str, int]:
+        """Those of these that live take the bucket of the only rank, which has all weights, and serve by them."""
+        loading = {name: self.actors[name].load_only.remote(bucket, version, check) for name in names}
+        return wait_for_survivors(loading, "publish", self._deadlines.publish)
+
     def finish_update(self, names: Collection[str], version: int, check: "WeightsCheck") -> list[str]:
         """Who of these serves by the new weights."""
         finishing = {name: self.actors[name].finish_update.remote(version, check) for name in names}

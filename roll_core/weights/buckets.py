@@ -73,11 +73,15 @@ def unpack(buckets: Iterable[WeightsBucket | DeviceBucket]) -> Iterator[tuple[st
 def cut(flat: Tensor, entries: Sequence[TensorEntry], starts: Sequence[int] | None = None) -> Iterator[tuple[str, Tensor]]:
     """The tensors that lie in flat bytes, one after another if it is not said where they start: views, unless numbers of
     several kinds leave one askew."""
-    sizes = [_num_bytes(entry) for entry in entries]
-    for entry, size, start in zip(entries, sizes, starts or accumulate(sizes[:-1], initial=0), strict=True):
+    for entry, start in zip(entries, starts or starts_of(entries), strict=True):
         dtype: torch.dtype = getattr(torch, entry.dtype)
-        part = flat[start : start + size]
+        part = flat[start : start + _num_bytes(entry)]
         yield entry.name, (part.clone() if start % dtype.itemsize else part).view(dtype).reshape(entry.shape)
+
+
+def starts_of(entries: Sequence[TensorEntry]) -> tuple[int, ...]:
+    """The bytes at which tensors begin that lie one after another."""
+    return tuple(accumulate(map(_num_bytes, entries[:-1]), initial=0))
 
 
 def share_in_place(tensors: Sequence[tuple[str, Tensor]]) -> DeviceBucket:
@@ -97,8 +101,7 @@ def pack_on_device(
     """Buckets of `lay_out` on a GPU, for processes that see it."""
     for entries, flat in lay_out(tensors, dtype, bucket_bytes):
         torch.cuda.synchronize(flat.device)
-        starts = tuple(accumulate(map(_num_bytes, entries[:-1]), initial=0))
-        yield DeviceBucket(entries, starts, pickle.dumps(reduce_tensor(_whole_storage(flat))), len(flat))
+        yield DeviceBucket(entries, starts_of(entries), pickle.dumps(reduce_tensor(_whole_storage(flat))), len(flat))
 
 
 def lay_out(

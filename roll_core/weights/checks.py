@@ -5,7 +5,7 @@ Which tensors and which columns depends on the version, so that over several upd
 
 import heapq
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -15,6 +15,9 @@ from roll_core.seeds import derive_seed
 
 TENSORS, COLUMNS = 8, 16
 """Looked at in each update: a mistake in names or layout touches many tensors and shows at once, and it costs nothing."""
+NUMBERS = 2**17
+"""Of a tensor, unless a single column has more: columns of an embedding are long, and sixteen of them would take longer to
+travel than a policy does within a GPU."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,20 +64,39 @@ class Watch:
 
     @property
     def check(self) -> WeightsCheck:
-        samples = [sample for chosen in self._chosen.values() for _, sample in chosen]
-        # Not before now: a device would have to wait for each.
-        return WeightsCheck(tuple(self._names), tuple(replace(sample, values=sample.values.cpu()) for sample in samples))
+        return _check(self._names, [sample for chosen in self._chosen.values() for _, sample in chosen])
 
     def _consider(self, name: str, tensor: Tensor) -> None:
         """The tensors with the highest lots are chosen."""
-        chosen, lot = self._chosen[is_experts(name)], derive_seed(self._version, "weights check", name)
+        chosen, lot = self._chosen[is_experts(name)], _lot(self._version, name)
         if len(chosen) < TENSORS:
             heapq.heappush(chosen, (lot, _sample(name, tensor, lot)))
         elif lot > chosen[0][0]:
             heapq.heapreplace(chosen, (lot, _sample(name, tensor, lot)))
 
 
+def check_in_place(version: int, tensors: Sequence[tuple[str, Tensor]]) -> WeightsCheck:
+    """What a watch would see, of tensors that stay where they are: all lots are drawn before any tensor is touched."""
+    named, samples = dict(tensors), []
+    lots = {name: _lot(version, name) for name in named}
+    for of_experts in (False, True):
+        candidates = [name for name in named if is_experts(name) is of_experts]
+        chosen = heapq.nlargest(TENSORS, candidates, key=lots.__getitem__)
+        samples += [_sample(name, named[name], lots[name]) for name in chosen]
+    return _check(list(named), samples)
+
+
+def _check(names: Sequence[str], samples: Sequence[WeightsSample]) -> WeightsCheck:
+    # To the host not before now: a device would have to wait for each.
+    return WeightsCheck(tuple(names), tuple(replace(sample, values=sample.values.cpu()) for sample in samples))
+
+
+def _lot(version: int, name: str) -> int:
+    return derive_seed(version, "weights check", name)
+
+
 def _sample(name: str, tensor: Tensor, seed: int) -> WeightsSample:
     width = tensor.shape[-1]
-    columns = sorted(random.Random(seed).sample(range(width), min(COLUMNS, width)))
+    count = min(COLUMNS, width, max(1, NUMBERS * width // tensor.numel()))
+    columns = sorted(random.Random(seed).sample(range(width), count))
     return WeightsSample(name, tuple(columns), tensor.detach()[..., columns])

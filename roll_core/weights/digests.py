@@ -5,7 +5,7 @@ place by itself, tensor by tensor, and SHA-256 is of the results: not safe again
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ _AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class WeightsDigest:
-    """Sees tensors go by, each once.
+    """Sees tensors go by, each once, or is given many that stay where they are.
 
     digest = WeightsDigest()
     buckets = list(pack(digest.over(backend.weights())))
@@ -30,28 +30,37 @@ class WeightsDigest:
         self._mixed: list[Tensor] = []
 
     def over(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for one in tensors:
+            self.add([one])
+            yield one
+
+    def add(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """The next ones, those on a GPU all at once."""
         for name, tensor in tensors:
             self._entries.update(f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}\n".encode())
-            if tensor.is_cuda:
-                self._mixed.append(mix(tensor))
-            else:
+            if not tensor.is_cuda:
                 self._bytes.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
-            yield name, tensor
+        if on_gpu := [tensor.detach() for _, tensor in tensors if tensor.is_cuda]:
+            self._mixed.append(mix(on_gpu))
 
     def hexdigest(self) -> str:
         content = self._bytes.copy()
         if self._mixed:
-            content.update(torch.stack(self._mixed).cpu().numpy().data)
+            content.update(torch.cat(self._mixed).cpu().numpy().data)
         return hashlib.sha256(self._entries.digest() + content.digest()).hexdigest()
 
 
-def mix(tensor: Tensor) -> Tensor:
-    """One 64-bit number that depends on every number in the tensor and on its place. Sums of integers have no order."""
-    flat = tensor.detach().contiguous().flatten().view(_AS_INTEGERS[tensor.element_size()])
-    if tensor.is_cuda:
+def mix(tensors: Sequence[Tensor]) -> Tensor:
+    """One 64-bit number for each [T], by every number in it and its place. Sums of integers have no order."""
+    if tensors[0].is_cuda:
         from roll_core.weights.digest_kernel import mix_on_gpu
 
-        return mix_on_gpu(flat, PLACE, FIRST, SECOND)
+        return mix_on_gpu(tensors, PLACE, FIRST, SECOND)
+    return torch.stack([_mix(tensor) for tensor in tensors])
+
+
+def _mix(tensor: Tensor) -> Tensor:
+    flat = tensor.contiguous().flatten().view(_AS_INTEGERS[tensor.itemsize])
     total = torch.zeros((), dtype=torch.int64)
     for start in range(0, len(flat), _CHUNK):
         numbers = flat[start : start + _CHUNK].long()

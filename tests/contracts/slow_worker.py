@@ -10,8 +10,8 @@ from roll_core.inference.vllm_worker import WorkerExtension
 class SlowWorker(WorkerExtension):
     steps_taken = 0
 
-    def roll_begin(self, role: int) -> None:
-        super().roll_begin(role)
+    def roll_begin(self, role: int) -> bool:
+        loads_in_place = super().roll_begin(role)
         execute = self.model_runner.execute_model
         self.pause_s = 0.0
 
@@ -21,6 +21,7 @@ class SlowWorker(WorkerExtension):
             return execute(scheduled, *args, **kwargs)
 
         self.model_runner.execute_model = slowly
+        return loads_in_place
 
     def slow_down(self, pause_s: float) -> None:
         self.pause_s = pause_s

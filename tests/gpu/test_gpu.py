@@ -196,9 +196,8 @@ def test_a_snapshot_can_be_made_again_and_is_what_was(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_mixes_what_plain_torch_mixes(dtype):
-    for size in (1, 8191, 8192, 100_003):
-        numbers = torch.randn(size, dtype=torch.float32).to(dtype)
-        assert mix(numbers.to(GPU)).item() == mix(numbers).item()
+    many = [torch.randn(size).to(dtype) for size in (1, 8191, 8192, 100_003, 7)] + [torch.randn(30, 40).to(dtype).T]
+    assert mix([numbers.to(GPU) for numbers in many]).tolist() == mix(many).tolist()
 
 
 def test_offloaded_the_backend_leaves_the_gpu_and_comes_back_as_it_was():

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from roll_core.inference.replayed_load import ReplayedLoad
+from roll_core.weights.buckets import TensorEntry, starts_of
 
 
 class Fused(nn.Module):
@@ -47,6 +48,13 @@ def weights(seed: int) -> list[tuple[str, Tensor]]:
     return cut
 
 
+def in_flat(named: list[tuple[str, Tensor]]) -> tuple[Tensor, tuple[TensorEntry, ...], tuple[int, ...]]:
+    """The bytes that those are part of, what is in them, and where."""
+    whole = torch.empty(0, dtype=torch.uint8).set_(named[0][1].untyped_storage())
+    entries = tuple(TensorEntry(name, tuple(tensor.shape), "float32") for name, tensor in named)
+    return whole, entries, tuple(4 * tensor.storage_offset() for _, tensor in named)
+
+
 def loaded(seed: int) -> dict[str, Tensor]:
     expected = Fused()
     expected.load_weights(weights(seed))
@@ -64,6 +72,36 @@ def test_weights_come_where_the_loader_put_them_and_it_is_not_asked_again(num_pa
         replayed.settle()
         assert all(torch.equal(tensor, loaded(seed)[name]) for name, tensor in model.named_parameters())
     assert model.num_calls == num_parts
+
+
+@pytest.mark.parametrize("num_parts", [1, 4])
+def test_what_lies_in_flat_bytes_comes_to_the_same_places_also_if_it_lies_elsewhere_later(num_parts):
+    model = Fused()
+    replayed = ReplayedLoad(model)
+    for seed in range(6):
+        named = weights(seed)
+        if seed >= 3:  # in another order, and closer together
+            named = list(zip(["gate", "q", "embedding", "k"], [named[i][1] for i in (2, 0, 3, 1)], strict=True))
+            flat = torch.cat([torch.zeros(1), *(tensor.flatten() for _, tensor in named)])
+            parts = flat[1:].split([tensor.numel() for _, tensor in named])
+            named = [(name, part.view(tensor.shape)) for (name, tensor), part in zip(named, parts, strict=True)]
+        for part in range(num_parts):
+            replayed.load_flat(*in_flat(named[part::num_parts]))
+        replayed.settle()
+        assert all(torch.equal(tensor, loaded(seed)[name]) for name, tensor in model.named_parameters())
+    assert model.num_calls == num_parts
+
+
+def test_numbers_of_several_kinds_in_one_flat_are_cut_out():
+    model = Fused()
+    replayed = ReplayedLoad(model)
+    for seed in range(3):
+        (_, q), *rest = weights(seed)
+        flat = torch.cat([q.double().flatten().view(torch.uint8), *(t.flatten().view(torch.uint8) for _, t in rest)])
+        entries = (TensorEntry("q", (4, 3), "float64"), *(TensorEntry(n, tuple(t.shape), "float32") for n, t in rest))
+        replayed.load_flat(flat, entries, starts_of(entries))
+        replayed.settle()
+        assert all(torch.equal(tensor, loaded(seed)[name]) for name, tensor in model.named_parameters())
 
 
 def test_a_loader_that_computes_is_asked_every_time():

@@ -1,0 +1,51 @@
+"""Digests of policies, and the kernel that a GPU computes them by: without one, Triton's interpreter runs it."""
+
+import os
+import subprocess
+import sys
+
+import torch
+
+from roll_core.weights.digests import WeightsDigest
+
+BY_KERNEL = """
+import torch
+from roll_core.weights.digest_kernel import mix_on_gpu
+from roll_core.weights.digests import FIRST, PLACE, SECOND, mix
+
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.bfloat16):
+    many = [torch.randn(size).to(dtype) for size in (1, 8191, 8192, 20_003, 7)] + [torch.randn(30, 40).to(dtype).T]
+    for tensors in (many, many[3:4]):
+        assert mix_on_gpu(tensors, PLACE, FIRST, SECOND).tolist() == mix(tensors).tolist(), (dtype, len(tensors))
+"""
+
+
+def test_one_launch_mixes_what_plain_torch_mixes_of_each_tensor():
+    """In a process of its own: whether kernels are interpreted is decided when Triton is imported."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", BY_KERNEL], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_digest_depends_on_every_bit_name_and_place_and_not_on_how_tensors_come():
+    weights = [("a", torch.arange(6.0).view(2, 3)), ("b", torch.arange(4.0))]
+
+    def digest(tensors, at_once):
+        digest = WeightsDigest()
+        if at_once:
+            digest.add(tensors)
+        else:
+            list(digest.over(tensors))
+        return digest.hexdigest()
+
+    (a, matrix), (b, row) = weights
+    others = [
+        [(a, matrix), (b, row.flip(0))],
+        [(a, matrix.view(3, 2)), (b, row)],
+        [(b, matrix), (a, row)],
+        [(a, matrix), (b, row.nextafter(torch.tensor(9.0)))],
+        [(a, matrix)],
+    ]
+    assert digest(weights, at_once=True) == digest(weights, at_once=False)
+    assert len({digest(tensors, at_once=True) for tensors in [weights, *others]}) == 6
