@@ -1,5 +1,6 @@
 """The whole of a run, and the checks that span sections: batch arithmetic and placement."""
 
+import math
 from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt, model_validator
@@ -156,16 +157,17 @@ class RunConfig(Section):
                     "placement.trainer: leave it out, or set training.backend=megatron"
                 )
             return self
-        for keys, each in (
-            ("tensor x pipeline x context", layout.ranks_per_copy),
-            ("expert_tensor x expert x pipeline", layout.ranks_per_expert_copy),
-        ):
-            if ranks % each:
-                fewer, more = ranks // each * each, (ranks // each + 1) * each
-                counts = " or ".join(str(count) for count in (fewer, more) if count)
+        for keys in (("tensor", "pipeline", "context"), ("expert_tensor", "expert", "pipeline")):
+            sizes = {key: getattr(layout, key) for key in keys}
+            together = math.prod(sizes.values())
+            if ranks % together:
+                largest = max(sizes, key=lambda key: sizes[key])
+                others = together // sizes[largest]
+                works = [size for size in range(1, sizes[largest]) if ranks % (others * size) == 0]
+                advice = f"set training.layout.{largest}={works[-1]}" if works else "lower one of these"
                 raise ValueError(
-                    f"training.layout: {keys} ({each}) must divide the {ranks} devices of placement.trainer: name "
-                    f"{counts} of them, or change one of these"
+                    f"training.layout: {' x '.join(keys)} ({together}) must divide the {ranks} devices of "
+                    f"placement.trainer: {advice}, or name {-(-ranks // together) * together} devices"
                 )
         return self
 

@@ -1,8 +1,8 @@
 """What the backward pass reads again of the forward pass: numbers that each layer keeps for each token, term by term.
 
-Where torch decides, terms were counted by listing the tensors that autograd had saved for a layer (and by the sizes, not by
-fitting): a test lists them again on the CPU for layers that are not compiled. h: hidden, q: all queries, k: all keys,
-i: inside the MLP. Shared out over ranks, a term is divided by those that share it.
+Those of the torch backend were found by listing the tensors that autograd saved for a layer on the CPU; a test lists them
+again where layers are not compiled. Those of the megatron backend follow from its code, without Transformer Engine, on a
+GPU. h: hidden, q: all queries, k: all keys, i: inside the MLP.
 """
 
 from roll_core.config.layout import LayoutConfig
@@ -31,25 +31,36 @@ def kept_bytes_between_layers(config: RunConfig, shape: ModelShape) -> float:
     return _width(config) * shape.hidden / (layout.tensor * layout.context)
 
 
+def masked_tokens(config: RunConfig) -> int:
+    """Tokens of a row that attention masks, 0 if it needs none. It turns what is true and false into numbers, in each layer:
+    for every token as many as its row has."""
+    training = config.training
+    if training.backend is TrainingBackend.MEGATRON and training.packing is Packing.NONE and training.layout.context == 1:
+        return 0  # a row is one sequence, and whole
+    return training.row_tokens or config.model.max_positions
+
+
 def _compiled(config: RunConfig, shape: ModelShape) -> float:
     h, q, k, i = _sizes(shape)
     halves = 4 * h  # what attention and MLP were given, as it was and normalised
-    attention = (q + k) + 4 * q  # before their norms; queries, keys and values for every head, and the answer
+    attention = 4 * q  # queries, keys and values for every head, and the answer
+    if shape.has_head_norms:
+        attention += q + k  # before those
     inside = 3 * i  # gate, up, and their product
-    return _width(config) * (halves + attention + _mask(config) + _routed(shape, inside)) + _statistics(shape)
+    return _width(config) * (halves + attention + masked_tokens(config) + _routed(shape, inside)) + _statistics(shape)
 
 
 def _step_by_step(config: RunConfig, shape: ModelShape) -> float:
     h, q, k, i = _sizes(shape)
     width = _width(config)
     # A norm computes in float32: it keeps what it was given in that, and its answer before its weight.
-    norms = 2 * h + q + k
+    norms = 2 * h + (q + k if shape.has_head_norms else 0)
     of_norms = (4 + width) * norms if width == 2 else width * 2 * norms
     # Under autocast every product has a copy of its own of what it is given; else those of a half share one.
     products = (4 if shape.experts else 5) * h if _under_autocast(config) else 2 * h
     attention = 4 * q  # queries, keys and values for every head, and the answer
     inside = 4 * i  # gate, up, the gate's activation, and their product
-    kept = width * (products + attention + _mask(config) + _routed(shape, inside))
+    kept = width * (products + attention + masked_tokens(config) + _routed(shape, inside))
     if _under_autocast(config) and shape.experts:
         # Autocast does not know the product of all experts: they compute in float32, and what they are added to becomes it.
         kept += width * _routed(shape, inside) + width * 2 * h
@@ -59,10 +70,13 @@ def _step_by_step(config: RunConfig, shape: ModelShape) -> float:
 def _by_megatron(config: RunConfig, shape: ModelShape, layout: LayoutConfig) -> float:
     h, q, k, i = _sizes(shape)
     halves = 4 * h  # what attention and MLP were given, as it was and normalised; shared out with the sequence
-    attention = (q + 2 * k) + q + (q + k) + q  # projected; queries to be normalised; rotated; the answer
+    attention = (q + 2 * k) + q + q  # projected; rotated queries; the answer
+    if shape.has_head_norms:
+        attention += q  # a copy of the queries to be normalised
     rotation = 4 * shape.head_size * layout.tensor  # cosines and sines for queries and keys, the same for all heads
-    gathered = 2 * k * (layout.context - 1)  # keys and values of the other parts of the row
-    mask = layout.tensor * _mask(config)  # the same for all heads
+    mask = layout.tensor * masked_tokens(config)  # the same for all heads
+    # Without a mask, rotated keys; with one, keys and values of all parts of the row, once more for every query head.
+    attention += 2 * q * layout.context if mask else k
     if shape.experts:
         busiest = IMBALANCE if layout.expert > 1 else 1.0
         # What experts are given, whole on each rank that shares one; gate and up, the gate's activation, their product
@@ -70,7 +84,7 @@ def _by_megatron(config: RunConfig, shape: ModelShape, layout: LayoutConfig) -> 
         inside = busiest * shape.experts_per_token * (h * layout.expert_tensor + 5 * i) + 7 * shape.experts
     else:
         inside = 3 * i  # gate and up, and their product
-    numbers = halves + attention + rotation + gathered + mask + inside
+    numbers = halves + attention + rotation + mask + inside
     return (_width(config) * numbers + _statistics(shape)) / (layout.tensor * layout.context)
 
 
@@ -90,13 +104,6 @@ def _under_autocast(config: RunConfig) -> bool:
 def _routed(shape: ModelShape, inside: int) -> int:
     """Of an MLP, or of the experts that a token goes to: what those are given and answer is kept for each of them."""
     return shape.experts_per_token * (inside + 2 * shape.hidden) + 7 * shape.experts if shape.experts else inside
-
-
-def _mask(config: RunConfig) -> int:
-    """Attention turns a mask of true and false into numbers, in each layer: for a token, as many as its row has tokens."""
-    if config.training.backend is TrainingBackend.MEGATRON and config.training.packing is Packing.NONE:
-        return 0  # a row is one sequence, which needs no mask
-    return config.training.row_tokens or config.model.max_positions
 
 
 def _statistics(shape: ModelShape) -> int:

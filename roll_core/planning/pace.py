@@ -12,7 +12,7 @@ from roll_core.config.model import ModelShape
 from roll_core.config.placement import ClusterConfig
 from roll_core.config.run import RunConfig
 from roll_core.config.training import Packing, Precision, TrainingBackend
-from roll_core.planning.activations import IMBALANCE
+from roll_core.planning.activations import IMBALANCE, masked_tokens
 from roll_core.planning.assumptions import assumed_tokens
 from roll_core.planning.memory import cache_bytes_of_a_token, engine_memory
 from roll_core.planning.model_shape import layer_parameters, parameters_of
@@ -98,8 +98,10 @@ def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
 
 
 def update_time(config: RunConfig, shape: ModelShape) -> UpdateTime:
-    tokens = sum(assumed_tokens(config)) * config.rollout.num_trajectories / config.training.optimizer_steps
-    on_a_copy = tokens / config.data_ranks
+    # A sequence alone in its row is filled up to the longest.
+    is_alone = config.training.packing is Packing.NONE
+    of_a_trajectory = config.model.max_positions if is_alone else sum(assumed_tokens(config))
+    on_a_copy = of_a_trajectory * config.rollout.num_trajectories / config.training.optimizer_steps / config.data_ranks
     micro_batches = max(1, math.ceil(on_a_copy / config.training.micro_batch_tokens))
     steps = config.training.steps_per_iteration
     match config.training.backend:
@@ -211,8 +213,7 @@ def _operations(config: RunConfig, shape: ModelShape) -> tuple[float, float]:
     """Of a forward pass, for a token: of a layer, and of the output layer."""
     prompt, completion = assumed_tokens(config)
     # Attention with a mask computes all of a row; that of a single sequence, what is before a token.
-    has_mask = config.training.packing is not Packing.NONE
-    seen = (config.training.row_tokens or config.model.max_positions) if has_mask else (prompt + completion) / 2
+    seen = masked_tokens(config) or (prompt + completion) / 2
     attention = 4 * shape.heads * shape.head_size * seen
     head = 2 * shape.vocabulary * shape.hidden * completion / (prompt + completion)
     return 2 * layer_parameters(shape).active + attention, head

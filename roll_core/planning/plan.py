@@ -76,7 +76,7 @@ def _compared(config: RunConfig, seconds: float, proposals: list[Proposal]) -> s
     """With the quickest layout that there is."""
     best = proposals[0] if proposals else None
     if best is None or best.update.total > 0.98 * seconds:
-        return "none is quicker"
+        return "none is quicker by more than 2 %"
     settings = " ".join(f"--set {each}" for each in changes(config, best.layout, best.recomputes))
     return f"updates would be {seconds / best.update.total:.2f} times as quick with {settings}"
 

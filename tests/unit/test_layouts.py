@@ -202,10 +202,14 @@ def test_what_does_not_divide_is_refused_with_what_does(layout, told):
     [
         (["training.layout.tensor=8"], "training.layout.tensor (8) must divide the model's 64 heads"),
         (
-            ["training.layout.pipeline=3"],
-            "tensor x pipeline x context (48) must divide the 256 devices of placement.trainer",
+            ["training.layout.pipeline=24"],
+            "tensor x pipeline x context (192) must divide the 256 devices of placement.trainer: set "
+            "training.layout.pipeline=16, or name 384 devices",
         ),
-        (["training.layout.expert=64"], "expert_tensor x expert x pipeline (512) must divide the 256 devices"),
+        (
+            ["training.layout.expert=64"],
+            "expert x pipeline (1024) must divide the 256 devices of placement.trainer: set training.layout.expert=16",
+        ),
         (
             ["training.optimizer_steps=3"],
             "rollout.num_groups (512) must be a multiple of training.optimizer_steps (3), which take the same number each: "

@@ -82,7 +82,7 @@ def test_recomputing_keeps_what_each_layer_was_given_and_all_of_one():
     assert recomputed == pytest.approx(plain / 28 + 65536 * 28 * 1024 * 2 / 1e9)
 
 
-@pytest.mark.parametrize("architecture", [Architecture.QWEN3, Architecture.QWEN3_MOE])
+@pytest.mark.parametrize("architecture", list(Architecture))
 def test_a_layer_keeps_what_autograd_keeps_of_it(architecture):
     """The tensors that torch saved for the backward pass of a layer, against the terms that are planned."""
     three, four = (_saved_bytes(_small(architecture, num_layers)) for num_layers in (3, 4))
