@@ -236,15 +236,15 @@ class TrainerRank:
         return sender.late
 
     def export(self, folder: Path) -> str:
-        """The current policy as a Hugging Face folder, and the digest of its weights; rank 0 writes, the others help."""
+        """The current policy as a Hugging Face folder; ranks write shards in turn, and rank 0 answers the digest of all."""
         from roll_core.models.export import write_folder
+        from roll_core.models.tensor_files import Turn
         from roll_core.weights.digests import WeightsDigest
 
-        digest = WeightsDigest()
+        digest, weights = WeightsDigest(), self._learner.weights()
         if self._rank == 0:
-            write_folder(self._config.model, digest.over(self._learner.weights()), folder)
-        else:
-            self._help_to_gather()
+            weights = digest.over(weights)
+        write_folder(self._config.model, weights, folder, turn=Turn(self._rank, self._num_ranks))
         return digest.hexdigest()
 
     def copy_state(self) -> None:

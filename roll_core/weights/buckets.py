@@ -1,15 +1,17 @@
 """Tensors packed into flat byte buffers of bounded size: few large transfers, and no second full copy of the model."""
 
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+Item = TypeVar("Item")
 BUCKET_BYTES = 256 * 1024**2
 """Large enough that per-transfer cost vanishes, small beside any accelerator's memory."""
 
@@ -125,18 +127,22 @@ def open_handle(handle: bytes) -> Tensor:
     return rebuild(*arguments)
 
 
-def _batches(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """As many in a row as a bucket takes; at least one."""
-    together: list[tuple[str, Tensor]] = []
+def in_batches(items: Iterable[Item], size_of: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
+    """As many in a row as are no larger than the limit together; at least one."""
+    together: list[Item] = []
     size = 0
-    for name, tensor in tensors:
-        if together and size + tensor.nbytes > bucket_bytes:
+    for item in items:
+        if together and size + size_of(item) > limit:
             yield together
             together, size = [], 0
-        together.append((name, tensor))
-        size += tensor.nbytes
+        together.append(item)
+        size += size_of(item)
     if together:
         yield together
+
+
+def _batches(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    return in_batches(tensors, lambda named: named[1].nbytes, bucket_bytes)
 
 
 def _entry(name: str, shape: Iterable[int], dtype: torch.dtype) -> TensorEntry:

@@ -5,7 +5,7 @@ a layout as slices only. Rows are along the first dimension of a tensor; a vecto
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from roll_core.errors import RollError
 from roll_core.models.megatron_names import MegatronNames
 from roll_core.models.tensor_files import NamedTensors
-from roll_core.weights.buckets import BUCKET_BYTES
+from roll_core.weights.buckets import BUCKET_BYTES, in_batches
 
 
 @dataclass(frozen=True)
@@ -74,55 +74,46 @@ def fill(shards: Sequence[Shard], names: MegatronNames, tensors: NamedTensors) -
 
 class Gathering:
     """Hugging Face tensors from the slices of all ranks, in the order of the model's parameters. Beside its shards a rank
-    has in memory a bucket, of `bucket_bytes` or one tensor, and as much again of what one rank contributes to it."""
+    has in memory a bucket, of `bucket_bytes` or one tensor, and a message, of a quarter of a bucket."""
 
     def __init__(self, shards: Sequence[Shard], names: MegatronNames, bucket_bytes: int = BUCKET_BYTES):
         self._bucket_bytes = bucket_bytes
+        self._message_numbers = bucket_bytes // 16
         self._any_parameter = shards[0].parameter
         self._mine = {shard.slice: shard for shard in shards if shard.is_main}
-        self._wholes = sorted(_wholes(_of_all_ranks(list(self._mine)), names), key=lambda whole: whole.place)
+        wholes = _wholes(_of_all_ranks(list(self._mine)), names, self._message_numbers)
+        self._wholes = sorted(wholes, key=lambda whole: whole.place)
 
     def tensors(self, values: Values, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors by name, as numbers of this kind; every rank iterates, every rank sees the same."""
-        for bucket in self._buckets(dtype.itemsize):
+        for bucket in in_batches(self._wholes, lambda whole: whole.numel * dtype.itemsize, self._bucket_bytes):
             yield from self._gather(bucket, values, dtype)
-
-    def _buckets(self, itemsize: int) -> Iterator[list["_Whole"]]:
-        together: list[_Whole] = []
-        size = 0
-        for whole in self._wholes:
-            if together and size + whole.numel * itemsize > self._bucket_bytes:
-                yield together
-                together, size = [], 0
-            together.append(whole)
-            size += whole.numel * itemsize
-        if together:
-            yield together
 
     def _gather(self, bucket: list["_Whole"], values: Values, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         like = torch.empty(0, dtype=dtype, device=values(self._any_parameter).device)
         tensors = {name: like.new_empty(shape) for whole in bucket for name, shape in whole.shapes.items()}
-        for rank, held in groupby(sorted(held for whole in bucket for held in whole.held), key=lambda held: held.rank):
-            pieces = list(held)
-            for piece, part in zip(pieces, self._receive(rank, pieces, values, like), strict=True):
-                for name, theirs, ours in piece.overlaps:
-                    tensors[name][(theirs, *piece.slice.columns)].copy_(part[ours])
+        held = sorted((each for whole in bucket for each in whole.held), key=lambda each: each.rank)
+        for rank, theirs in groupby(held, key=lambda each: each.rank):
+            for message in in_batches(theirs, lambda each: prod(each.slice.shape), self._message_numbers):
+                self._receive(rank, message, values, like, tensors)
         for name in list(tensors):
             yield name, tensors.pop(name)
 
     @torch.no_grad()
-    def _receive(self, rank: int, held: list["_Held"], values: Values, like: Tensor) -> list[Tensor]:
-        """What one rank holds of a bucket, in one message."""
-        sizes = [prod(each.slice.shape) for each in held]
+    def _receive(self, rank: int, message: list["_Held"], values: Values, like: Tensor, tensors: dict[str, Tensor]) -> None:
+        """Some of what one rank holds, into its place."""
+        sizes = [prod(each.slice.shape) for each in message]
         flat = like.new_empty(sum(sizes))
-        parts = [part.view(each.slice.shape) for part, each in zip(flat.split(sizes), held, strict=True)]
+        parts = [part.view(each.slice.shape) for part, each in zip(flat.split(sizes), message, strict=True)]
         if rank == _rank():
-            for each, part in zip(held, parts, strict=True):
-                shard = self._mine[each.slice]
-                part.copy_(shard.within(values(shard.parameter)))
+            for each, part in zip(message, parts, strict=True):
+                shard = self._mine[each.of]
+                part.copy_(shard.within(values(shard.parameter))[each.first_row :][: len(part)])
         if _world_size() > 1:
             dist.broadcast(flat, rank)
-        return parts
+        for each, part in zip(message, parts, strict=True):
+            for name, theirs, ours in each.overlaps:
+                tensors[name][(theirs, *each.slice.columns)].copy_(part[ours])
 
 
 class _Overlap(NamedTuple):
@@ -135,12 +126,16 @@ class _Overlap(NamedTuple):
 
 @dataclass(frozen=True)
 class _Held:
+    """Rows of a slice that a rank holds, few enough for a message, which are a slice, too."""
+
     rank: int
+    of: Slice
     slice: Slice
     overlaps: tuple[_Overlap, ...]
 
-    def __lt__(self, other: "_Held") -> bool:
-        return self.rank < other.rank
+    @property
+    def first_row(self) -> int:
+        return self.slice.start[0] - self.of.start[0]
 
 
 @dataclass(frozen=True)
@@ -156,7 +151,7 @@ class _Whole:
         return sum(prod(shape) for shape in self.shapes.values())
 
 
-def _wholes(held: list[list[Slice]], names: MegatronNames) -> Iterator[_Whole]:
+def _wholes(held: list[list[Slice]], names: MegatronNames, message_numbers: int) -> Iterator[_Whole]:
     together: dict[tuple[str, tuple[int, ...]], list[tuple[int, Slice]]] = {}
     for rank, slices in enumerate(held):
         for each in slices:
@@ -167,8 +162,20 @@ def _wholes(held: list[list[Slice]], names: MegatronNames) -> Iterator[_Whole]:
         found = sum(prod(each.shape) for _, each in pieces)
         assert found == prod(global_shape), f"{key} {index} has {prod(global_shape)} numbers, of which ranks hold {found}"
         shapes = _shapes(names, pieces[0][1])
-        of_ranks = tuple(_Held(rank, each, tuple(_overlaps(names, each))) for rank, each in pieces)
+        of_ranks = tuple(
+            _Held(rank, each, rows, tuple(_overlaps(names, rows)))
+            for rank, each in pieces
+            for rows in _cut(each, message_numbers)
+        )
         yield _Whole(place_of[next(iter(shapes))], shapes, of_ranks)
+
+
+def _cut(whole: Slice, message_numbers: int) -> Iterator[Slice]:
+    """Into as many rows as a message takes; at least one."""
+    height = max(1, message_numbers // prod(whole.shape[1:]))
+    for first in range(0, whole.shape[0], height):
+        start, shape = (whole.start[0] + first, *whole.start[1:]), (min(height, whole.shape[0] - first), *whole.shape[1:])
+        yield replace(whole, start=start, shape=shape)
 
 
 def _overlaps(names: MegatronNames, piece: Slice) -> Iterator[_Overlap]:

@@ -1,0 +1,151 @@
+"""A Hugging Face folder is, read into Megatron's models under any layout and written again, the same to the bit; and
+Megatron computes with it what Hugging Face does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+
+from roll_core.config.layout import LayoutConfig as Layout
+from roll_core.config.model import Architecture
+from roll_core.config.training import TrainingConfig
+from roll_core.models.checkpoint_names import as_checkpoint
+from roll_core.models.megatron_names import LAYERS, Made, MegatronNames
+from roll_core.models.tensor_files import TensorFiles, Turn, write_tensors
+from roll_core.weights.shards import Gathering, fill
+
+SIZES = {
+    "vocab_size": 51,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.2,
+}
+MIXTURE = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+MODELS: dict[str, PretrainedConfig] = {
+    "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=False),
+    "qwen3-tied": Qwen3Config(**SIZES, tie_word_embeddings=True),
+    "qwen3-moe": Qwen3MoeConfig(**MIXTURE, tie_word_embeddings=False),
+    "qwen3-moe-with-dense-layers": Qwen3MoeConfig(**MIXTURE, mlp_only_layers=[0, 3]),
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
+}
+WORLDS = {
+    1: (Layout(),),
+    2: (Layout(tensor=2), Layout(pipeline=2, virtual_pipeline=2), Layout(expert=2)),
+    4: (Layout(tensor=2, pipeline=2), Layout(tensor=2, expert=2, expert_tensor=2), Layout(expert=4), Layout(tensor=2)),
+}
+SMALL_SHARD, SMALL_BUCKET = 20_000, 5_000
+FC1 = "mlp.linear_fc1.weight"
+
+
+def _cases(num_ranks: int) -> list[tuple[str, Layout, str]]:
+    """A model, a layout, and what the folder is called that is written."""
+    return [
+        (name, layout, f"{name}, {num_ranks} ranks, {number}")
+        for name in MODELS
+        for number, layout in enumerate(WORLDS[num_ranks])
+        if layout.expert == 1 or "moe" in name
+    ]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    """What the worlds found, and what they began with."""
+    folder = tmp_path_factory.mktemp("weights")
+    for name, config in MODELS.items():
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.uniform_(0.5, 1.5)  # norms that are all ones could be swapped
+        config.save_pretrained(folder / name)
+        write_tensors(as_checkpoint(model.named_parameters()), folder / name, SMALL_SHARD)
+        torch.save(_hidden_states(model), folder / f"{name}.hidden")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["roll_core.training.megatron_backend", "tests.contracts.test_megatron_weights"])
+    for num_ranks in WORLDS:
+        mp.start_processes(_in_rank, (num_ranks, folder), nprocs=num_ranks, start_method="forkserver")
+    return folder
+
+
+def _token_ids() -> Tensor:
+    return torch.randint(0, 51, (2, 9), generator=torch.Generator().manual_seed(5))
+
+
+@torch.no_grad()
+def _hidden_states(model: Any) -> Tensor:
+    return model.base_model(_token_ids()).last_hidden_state
+
+
+def _in_rank(rank: int, num_ranks: int, folder: Path) -> None:
+    from roll_core.training.megatron_cpu import on_device
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting-{num_ranks}", rank=rank, world_size=num_ranks)
+    with on_device():
+        for name, layout, to in _cases(num_ranks):
+            _there_and_back(folder, name, layout, to)
+        if num_ranks == 1:
+            for architecture in Architecture:
+                LAYERS[architecture][FC1] = Made(("mlp.up_proj.weight", "mlp.gate_proj.weight"))
+            for name in MODELS:
+                _there_and_back(folder, name, Layout(), f"{name}, swapped")
+    dist.destroy_process_group()
+
+
+@torch.no_grad()
+def _there_and_back(folder: Path, name: str, layout: Layout, to: str) -> None:
+    from roll_core.training.megatron_model import build_chunks
+    from roll_core.training.megatron_shards import shards_of
+    from roll_core.training.megatron_world import adopt_layout
+
+    config, device = AutoConfig.from_pretrained(folder / name), torch.device("cpu")
+    adopt_layout(layout, device, seed=0)
+    chunks = build_chunks(config, TrainingConfig(backend="megatron", layout=layout), device)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.fill_(float("nan"))
+    shards, names = shards_of(chunks), MegatronNames(config)
+    fill(shards, names, TensorFiles(folder / name))
+    weights = Gathering(shards, names, SMALL_BUCKET).tensors(lambda parameter: parameter.data, torch.float32)
+    write_tensors(weights, folder / to, SMALL_SHARD, Turn(dist.get_rank(), dist.get_world_size()))
+    dist.barrier()
+    if dist.get_world_size() == 1:
+        token_ids = _token_ids()
+        hidden = chunks[0](token_ids, torch.arange(token_ids.shape[1]).expand_as(token_ids), None)
+        torch.save(hidden.transpose(0, 1), folder / f"{to}.hidden")
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "config.json"}
+
+
+@pytest.mark.parametrize("case", [case for num_ranks in WORLDS for case in _cases(num_ranks)])
+def test_a_folder_comes_back_to_the_bit_whatever_the_layout(case, folders):
+    before, after = _files(folders / case[0]), _files(folders / case[2])
+    assert len(before) > 4
+    assert after == before
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_megatron_computes_with_a_folder_what_hugging_face_does(name, folders):
+    ours, theirs = torch.load(folders / f"{name}, 1 ranks, 0.hidden"), torch.load(folders / f"{name}.hidden")
+    torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "qwen3-moe"])
+def test_a_table_with_gate_and_up_swapped_would_be_noticed_though_folders_come_back_to_the_bit(name, folders):
+    before, after = TensorFiles(folders / name), TensorFiles(folders / f"{name}, swapped")
+    assert set(after.names) == set(before.names)
+    assert all(torch.equal(after.read(each, (slice(None),)), before.read(each, (slice(None),))) for each in before.names)
+    ours, theirs = torch.load(folders / f"{name}, swapped.hidden"), torch.load(folders / f"{name}.hidden")
+    assert (ours - theirs).abs().max() > 0.1
