@@ -134,6 +134,7 @@ def measure(options: argparse.Namespace, config: PretrainedConfig, model: Pretra
         precision=Precision.BFLOAT16,
         micro_batch_tokens=options.micro_batch_tokens,
         activation_checkpointing=options.recompute,
+        packing=Packing.NONE,  # what `work` makes: every row is one sequence
     )
     began_at = time.perf_counter()
     backend = MegatronBackend(model, MegatronSettings(training, 0, 1.0, DEVICE, Initial.DRAWN))

@@ -441,7 +441,7 @@ def show_command(options: argparse.Namespace) -> int:
     from roll_core.config.launcher import SlurmLauncher
     from roll_core.config.load import absolute_uri
     from roll_core.data.ledger import totals
-    from roll_core.reporting.goodput import commits_in_chain, leg_histories, leg_rows
+    from roll_core.reporting.goodput import commits_in_chain, engines_over_time, leg_histories, leg_rows
     from roll_core.reporting.stage_log import read_stages_by_leg
     from roll_core.store.fork import lineage
     from roll_core.store.object_store import ObjectStore
@@ -463,6 +463,8 @@ def show_command(options: argparse.Namespace) -> int:
     histories = leg_histories(read_stages_by_leg(Path(config.work_dir) / run.run_id), commits_in_chain(chain))
     for row in leg_rows(histories) if histories else ():
         console.print(row, highlight=False, soft_wrap=True)
+    if config.legs.elastic is not None:
+        console.print(f"engines  {engines_over_time(chain)}", highlight=False, soft_wrap=True)
     if drawn := totals(chain):
         console.print(f"problems {drawn}", highlight=False)
     if isinstance(config.legs.launcher, SlurmLauncher) and shutil.which("squeue"):

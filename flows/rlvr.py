@@ -20,7 +20,7 @@ from roll_core.store.summary import RunSummary
 from roll_core.tracking.spool import RunStatus
 from roll_core.types.leg import LegEnded, LegEnding
 from roll_core.types.refs import RunRef
-from tasks.legs import leg_left_behind, note_end, run_leg
+from tasks.legs import elastic_nodes_go, leg_left_behind, note_end, run_leg
 from tasks.progress import announce_run
 from tasks.runs import find_run, open_fork, open_run
 from tasks.summary import summarize
@@ -55,18 +55,19 @@ def carry_on(run: RunRef) -> RunSummary:
     announce_run(run)
     config = read_config(run)
     endings: list[LegEnded] = []
-    for number in count(leg_left_behind(run) or next_leg(run)):
-        ended = run_leg(run, number, run_train_leg, context_for_leg)
-        if ended.ending is LegEnding.FINISHED:
-            break
-        if ended.ending is LegEnding.FENCED:
-            raise LegFailed(ended.cause)
-        endings.append(ended)
-        logger.warning("leg %d: %s at iteration %s: %s", ended.leg, ended.ending, ended.last_iteration, ended.cause)
-        reason = reason_to_stop(endings, config.legs)
-        if reason is not None:
-            note_end(run, config, RunStatus.FAILED)
-            raise LegFailed(reason)
+    with elastic_nodes_go(run):
+        for number in count(leg_left_behind(run) or next_leg(run)):
+            ended = run_leg(run, number, run_train_leg, context_for_leg)
+            if ended.ending is LegEnding.FINISHED:
+                break
+            if ended.ending is LegEnding.FENCED:
+                raise LegFailed(ended.cause)
+            endings.append(ended)
+            logger.warning("leg %d: %s at iteration %s: %s", ended.leg, ended.ending, ended.last_iteration, ended.cause)
+            reason = reason_to_stop(endings, config.legs)
+            if reason is not None:
+                note_end(run, config, RunStatus.FAILED)
+                raise LegFailed(reason)
     return summarize(run)
 
 

@@ -1,7 +1,9 @@
 """The inner flow: one leg, one Ray cluster, one iteration after another until the run is done or the leg is."""
 
 import contextlib
+import logging
 import shutil
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ from prefect.context import hydrated_context
 
 from flows.control_plane import leave_soon, own_api
 from roll_core.config.run import RunConfig, flat_config
-from roll_core.errors import ArtifactDamaged
+from roll_core.errors import ArtifactDamaged, RoleDied
 from roll_core.reporting.stage_log import StageLog
 from roll_core.store.fork import lineage
 from roll_core.store.runs import read_chain, read_config, store_of
@@ -34,6 +36,12 @@ from tasks.recover import recover
 from tasks.services import Services, open_services, run_dir
 from tasks.tracking import catch_up
 from tasks.update import update, update_critic, warm_start
+
+RAY_NOTICES_S = 30.0
+"""A node whose Ray died is known to be gone after so long, and roles are not started there by mistake: Ray asks five times,
+three seconds apart, and may wait for each answer."""
+
+log = logging.getLogger(__name__)
 
 
 @flow(name="train_leg", flow_run_name="{run.run_id} leg {leg}")
@@ -133,7 +141,7 @@ def run_train_leg(run: RunRef, leg: int, context: dict[str, Any] | None, place: 
             shutil.rmtree(scratch / folder, ignore_errors=True)
     with control_plane(run, leg, context, place):
         try:
-            return train_leg.with_options(result_storage=scratch / "stage-cache")(run, leg, place)
+            return train_on(run, leg, place, scratch / "stage-cache")
         except TransportError as error:
             # Of Prefect's client. If the body of the flow came to its end, all that is missing is that the server knows.
             return finished_leg(run, leg) or leg_failed(run, leg, error)
@@ -145,6 +153,22 @@ def run_train_leg(run: RunRef, leg: int, context: dict[str, Any] | None, place: 
             return leg_failed(run, leg, error)
         finally:
             leave_soon(exit_code=0)
+
+
+def train_on(run: RunRef, leg: int, place: LegPlace, stage_cache: Path) -> LegEnded:
+    """The flow; and again, with new roles, where one died in an allocation that has to be waited for and is still there.
+
+    Whoever has committed nothing since the last time would not get further by that: the next leg may have other machines.
+    """
+    while True:
+        num_committed = len(read_chain(store_of(run), run.run_id))
+        try:
+            return train_leg.with_options(result_storage=stage_cache)(run, leg, place)
+        except RoleDied as error:
+            if place.ray_address is None or len(read_chain(store_of(run), run.run_id)) == num_committed:
+                raise
+            log.warning("leg %d: %s; its roles are started again", leg, error)
+            time.sleep(RAY_NOTICES_S)
 
 
 @contextlib.contextmanager

@@ -13,10 +13,13 @@ from roll_core.errors import UserError
 from roll_core.types.refs import RunRef, digest_of
 from tasks.services import run_dir
 
+LEG, ELASTIC = "leg", "elastic"
+"""What jobs of a run are for, as their names say it."""
 
-def job_prefix(run: RunRef) -> str:
+
+def job_prefix(run: RunRef, what: str = LEG) -> str:
     """Says which run of which store it is: there may be others of that name."""
-    return f"{run.run_id}.{digest_of(run.store_uri.encode())[:8]}.leg-"
+    return f"{run.run_id}.{digest_of(run.store_uri.encode())[:8]}.{what}-"
 
 
 def leg_request(run: RunRef, config: RunConfig, leg: int, exclude: tuple[str, ...] = ()) -> LegRequest:

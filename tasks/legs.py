@@ -4,12 +4,14 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from infra.slurm import slurm
+from infra.slurm.elastic import ElasticJobs
 from infra.slurm.launcher import JobEnd, Launcher, LegJob
 from infra.slurm.local import LocalLauncher
 from infra.slurm.node import NodeShape, follow, lead
@@ -25,7 +27,7 @@ from roll_core.tracking.tracker import Tracker
 from roll_core.types.leg import LegEnded, LegEnding, LegPlace
 from roll_core.types.refs import RunRef
 from tasks.durability import state_changing
-from tasks.leg_requests import job_prefix, leg_request
+from tasks.leg_requests import ELASTIC, LEG, job_prefix, leg_request
 from tasks.progress import GLANCE_SECONDS, ManifestWatch
 from tasks.services import run_dir
 
@@ -55,15 +57,18 @@ def run_leg(run: RunRef, leg: int, function: LegFunction, context_for: ContextFo
         job = launcher.submit(request, functools.partial(function, run, leg, context_for(config)))
     else:
         job = launcher.attach(left_behind, request.folder)
+    elastic = elastic_jobs(run, config)
     try:
-        wait_for_end(job, watch)
+        wait_for_end(job, watch, elastic)
     except BaseException:
         _take_down(job)
         note_end(run, config, RunStatus.KILLED)
         raise
     end = job.end()
-    for node in end.lost_nodes:
-        note_failure(store, NodeFailure(node=node, reason=end.cause, run_id=run.run_id, leg=leg, at=datetime.now(UTC)))
+    for each in [end, *(elastic.ended if elastic is not None else ())]:
+        for node in each.lost_nodes:
+            at = datetime.now(UTC)
+            note_failure(store, NodeFailure(node=node, reason=each.cause, run_id=run.run_id, leg=leg, at=at))
     return read_ending(end, run, leg).model_copy(update={"log": str(job.log)})
 
 
@@ -75,6 +80,33 @@ def launcher_of(config: RunConfig) -> Launcher:
             return slurm.SlurmLauncher(section)
 
 
+@contextlib.contextmanager
+def elastic_nodes_go(run: RunRef) -> Iterator[None]:
+    """Whatever `legs.elastic` has in the queue is gone after this block, however it ends."""
+    elastic = elastic_jobs(run, read_config(run))  # now: a store that is away at the end must not keep them
+    try:
+        yield
+    finally:
+        with contextlib.suppress(SlurmUnavailable):
+            _take_down(*(elastic.find() if elastic is not None else ()))
+
+
+def elastic_jobs(run: RunRef, config: RunConfig) -> ElasticJobs | None:
+    """What a leg has in the queue beside itself; None where it wants nothing."""
+    elastic, launcher = config.legs.elastic, config.legs.launcher
+    if elastic is None or not isinstance(launcher, launchers.SlurmLauncher):
+        return None
+    folder = run_dir(run, config)
+    each = replace(
+        leg_request(run, config, leg=0, exclude=excluded_nodes(store_of(run), config.nodes, datetime.now(UTC))),
+        name=job_prefix(run, ELASTIC),
+        folder=folder / "elastic",
+        nodes=1,
+        time_limit_minutes=elastic.time_limit_minutes or config.legs.time_limit_minutes,
+    )
+    return ElasticJobs(slurm.SlurmLauncher(elastic.launcher_of(launcher)), each, elastic.nodes, folder)
+
+
 def leg_left_behind(run: RunRef) -> int | None:
     """A leg whose job waits or runs, though the flow that launched it is gone."""
     prefix = job_prefix(run)
@@ -83,13 +115,14 @@ def leg_left_behind(run: RunRef) -> int | None:
 
 def describe_jobs(run: RunRef) -> list[str]:
     """What the jobs of a run that are not over are doing. Example: leg 3, job 1207: waits for 25 min (Priority)"""
-    config, prefix = read_config(run), job_prefix(run)
-    launcher = launcher_of(config)
-    jobs = launcher.find(prefix)
-    return [
-        f"leg {name.removeprefix(prefix)}, job {job_id}: {launcher.attach(job_id, run_dir(run, config)).describe()}"
-        for name, job_id in jobs.items()
-    ]
+    config = read_config(run)
+    launcher, sentences = launcher_of(config), []
+    for what, word in ((LEG, "leg"), (ELASTIC, "elastic node")):
+        prefix = job_prefix(run, what)
+        for name, job_id in launcher.find(prefix).items():
+            doing = launcher.attach(job_id, run_dir(run, config)).describe()
+            sentences.append(f"{word} {name.removeprefix(prefix)}, job {job_id}: {doing}")
+    return sentences
 
 
 def run_leg_here(run: RunRef, leg: int, function: LegFunction) -> LegEnded:
@@ -115,10 +148,12 @@ def _node_of(config: RunConfig, run_id: str) -> tuple[NodeShape, Path]:
     return slurm.node_shape(config.legs.launcher, leg_request(run, config, leg=0)), folder
 
 
-def wait_for_end(job: LegJob, watch: ManifestWatch) -> None:
-    """Announce what is committed until the job is over."""
+def wait_for_end(job: LegJob, watch: ManifestWatch, elastic: ElasticJobs | None) -> None:
+    """Announce what is committed until the job is over; have nodes queued beside it, where it wants some."""
     while not job.has_ended():
         watch.look()
+        if elastic is not None:
+            elastic.look(job.nodes, time.monotonic())
         time.sleep(job.poll_s)
     watch.look()
 
@@ -146,12 +181,14 @@ def note_end(run: RunRef, config: RunConfig, status: RunStatus) -> None:
     tracker.start()
 
 
-def _take_down(job: LegJob) -> None:
-    with contextlib.suppress(SlurmUnavailable):
-        job.cancel()
+def _take_down(*jobs: LegJob) -> None:
+    for job in jobs:
+        with contextlib.suppress(SlurmUnavailable):
+            job.cancel()
     ends_at = time.monotonic() + TAKE_DOWN_S
-    while not job.has_ended() and time.monotonic() < ends_at:
-        time.sleep(job.poll_s)
+    for job in jobs:
+        while not job.has_ended() and time.monotonic() < ends_at:
+            time.sleep(job.poll_s)
 
 
 def leg_failed(run: RunRef, leg: int, error: Exception) -> LegEnded:

@@ -39,6 +39,7 @@ class LocalLauncher:
 
 class LocalLegJob:
     poll_s = 0.2
+    nodes = ""
 
     def __init__(self, job: submitit.Job[Any]):
         self._job = job

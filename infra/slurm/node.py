@@ -1,4 +1,5 @@
 """What every task of a SLURM job runs: one Ray node; on the first node the leg's driver, too. All of it ends together.
+Nodes of other jobs may join it, and go as they came.
 
 The nodes meet by a file in the leg's folder, in which the first one says where Ray's head is; that it is gone means goodbye.
 Ports are free ones, and folders the job's own, so that several legs of several people can share nodes; who does not have the
@@ -9,6 +10,7 @@ is seen at once, and reported.
 """
 
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -18,8 +20,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -31,7 +34,7 @@ import cloudpickle
 from infra.slurm.launcher import LegFunction
 from infra.slurm.queue import EndTime, node_address
 from infra.slurm.scratch import own_folder
-from roll_core.config.placement import node_resource
+from roll_core.config.placement import ELASTIC_RESOURCE, leg_resources
 from roll_core.errors import RollError
 from roll_core.types.leg import LegPlace
 
@@ -91,7 +94,33 @@ class Seat:
 
     @property
     def token(self) -> Path:
-        return self.meeting.with_suffix(".token")
+        return token_of(self.meeting)
+
+
+def token_of(meeting: Path) -> Path:
+    """Without which nobody gets a word from the Ray whose nodes meet there."""
+    return meeting.with_suffix(".token")
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head of Ray, as the first node of a leg has told the others."""
+
+    meeting: Path
+    address: str
+
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        host, _, port = self.address.rpartition(":")
+        return host, int(port)
+
+    @property
+    def has_gone(self) -> bool:
+        return not self.meeting.exists()
+
+
+StartRay = Callable[[list[str]], contextlib.AbstractContextManager[subprocess.Popen[bytes]]]
+"""One node of Ray, with further options of its command, for as long as the block lasts."""
 
 
 def run_node(leg: bytes, shape: NodeShape, folder: Path) -> NodeReport | None:
@@ -117,6 +146,22 @@ def _lead_pickled(leg: bytes, shape: NodeShape, folder: Path) -> NodeReport:
         return _lead(leg, shape, seat, scratch)
 
 
+def join_legs(shape: NodeShape, run_folder: Path) -> NodeReport:
+    """Be a node more of whichever leg of a run is there, until none has been for a while, or this job is told to go."""
+    leave = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, lambda *_: leave.set())
+    with _seated(run_folder) as (seat, scratch):
+        try:
+            while (head := _find_head(run_folder, seat, leave)) is not None:
+                os.environ |= _ray_environment(head.meeting)
+                start_ray = functools.partial(_ray, shape, {ELASTIC_RESOURCE: shape.devices}, seat, scratch)
+                _stay(seat, head, start_ray, leave)
+        except RayLost as error:
+            return NodeReport(None, str(error), leave.is_set(), (seat.node,))
+    return NodeReport(None, signalled=leave.is_set())
+
+
 def follow(shape: NodeShape, folder: Path) -> None:
     """Be another node of a leg, until the first one is done."""
     with _seated(folder) as (seat, scratch):
@@ -140,7 +185,7 @@ def _seated(folder: Path) -> Iterator[tuple[Seat, Path]]:
         address=node_address(node),
         folder=folder,
     )
-    os.environ |= _ray_environment(seat)
+    os.environ |= _ray_environment(seat.meeting)
     with own_folder(f"{seat.job_id}.{seat.restart}.{seat.rank}") as scratch:
         yield seat, scratch
 
@@ -196,7 +241,7 @@ def _head(shape: NodeShape, seat: Seat, scratch: Path) -> Iterator[tuple[subproc
         options = ["--head", f"--port={port}", f"--ray-client-server-port={_free_port(seat.address)}"]
         # Ray's default niceness of 15 starves roles on a machine that does anything else: seen to slow training thirtyfold.
         options += ["--include-dashboard=false", '--system-config={"worker_niceness": 0}']
-        with _ray(shape, seat, scratch, options) as head:
+        with _ray(shape, leg_resources(seat.rank, shape.devices), seat, scratch, options) as head:
             ends_at = time.monotonic() + HEAD_DEADLINE_S
             while head.poll() is None and time.monotonic() < ends_at:
                 if _answers(seat.address, port):
@@ -254,36 +299,65 @@ class _Signals:
 
 # -------------------------------------------------------------------------------------------------- the other nodes
 def _follow(shape: NodeShape, seat: Seat, scratch: Path) -> None:
-    """Join the head, again if Ray dies here, for as long as there is one."""
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # the first node says when it is over
-    address = _wait_for_head(seat)
+    head = _wait_for_head(seat)
+    start_ray = functools.partial(_ray, shape, leg_resources(seat.rank, shape.devices), seat, scratch)
+    try:
+        _stay(seat, head, start_ray, leave=threading.Event())
+    except RayLost:
+        seat.meeting.with_suffix(f".lost.{seat.node}").touch()
+        raise
+
+
+def _stay(seat: Seat, head: Head, start_ray: StartRay, leave: threading.Event) -> None:
+    """Join the head, again if Ray dies here, for as long as there is one, or until it is time to leave."""
     for _ in range(STARTS):
-        with _ray(shape, seat, scratch, [f"--address={address}", "--include-log-monitor=false"]) as joined:
+        with start_ray([f"--address={head.address}", "--include-log-monitor=false"]) as joined:
             missed = 0
             while joined.poll() is None:
-                missed = 0 if _answers(*_host_and_port(address)) else missed + 1
-                if missed > HEAD_MISSED or not seat.meeting.exists():
+                missed = 0 if _answers(*head.host_and_port) else missed + 1
+                if missed > HEAD_MISSED or head.has_gone or leave.wait(FOLLOWER_LOOK_S):
                     return
-                time.sleep(FOLLOWER_LOOK_S)
-        if not seat.meeting.exists():
+        if head.has_gone or leave.is_set():
             return
-    seat.meeting.with_suffix(f".lost.{seat.node}").touch()
     raise RayLost(f"Ray did not stay on {seat.node}")
 
 
-def _wait_for_head(seat: Seat) -> str:
+def _find_head(run_folder: Path, seat: Seat, leave: threading.Event) -> Head | None:
+    """The head of a leg of the run, once one answers; None if none does for a while, or it is time to leave.
+
+    Not the head of this very node: its driver would take us for the node to connect by.
+    """
+    ends_at = time.monotonic() + MEETING_DEADLINE_S
+    while time.monotonic() < ends_at and not leave.is_set():
+        for meeting in run_folder.glob("leg-*/ray-*.json"):
+            with contextlib.suppress(OSError):  # it has just gone
+                head = _read_head(meeting)
+                if head.host_and_port[0] != seat.address and _answers(*head.host_and_port):
+                    return head
+        leave.wait(FOLLOWER_LOOK_S)
+    return None
+
+
+def _wait_for_head(seat: Seat) -> Head:
     ends_at = time.monotonic() + MEETING_DEADLINE_S
     while time.monotonic() < ends_at:
         with contextlib.suppress(OSError):
-            return json.loads(seat.meeting.read_text())["head"]
+            return _read_head(seat.meeting)
         time.sleep(FOLLOWER_LOOK_S)
     raise RayLost(f"{seat.node} waited {MEETING_DEADLINE_S:.0f} s for the first node of the leg")
 
 
+def _read_head(meeting: Path) -> Head:
+    return Head(meeting, json.loads(meeting.read_text())["head"])
+
+
 # -------------------------------------------------------------------------------------------------- every node
 @contextlib.contextmanager
-def _ray(shape: NodeShape, seat: Seat, scratch: Path, options: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+def _ray(
+    shape: NodeShape, resources: dict[str, int], seat: Seat, scratch: Path, options: list[str]
+) -> Iterator[subprocess.Popen[bytes]]:
     """One node of Ray, for as long as the block lasts."""
     command = [
         sys.executable,
@@ -296,7 +370,7 @@ def _ray(shape: NodeShape, seat: Seat, scratch: Path, options: list[str]) -> Ite
     ]
     command += [f"--node-ip-address={seat.address}", f"--node-name={seat.node}", f"--temp-dir={scratch / 'ray'}"]
     command += [f"--num-cpus={shape.devices + 1}", f"--num-gpus={shape.gpus}"]
-    command += [f"--resources={json.dumps({node_resource(seat.rank): shape.devices})}"]
+    command += [f"--resources={json.dumps(resources)}"]
     command += ["--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={_free_port(seat.address)}"]
     if (num_bytes := shape.object_store_bytes or _share_of_memory()) is not None:
         command.append(f"--object-store-memory={num_bytes}")
@@ -311,10 +385,10 @@ def _ray(shape: NodeShape, seat: Seat, scratch: Path, options: list[str]) -> Ite
             os.killpg(ray.pid, signal.SIGKILL)
 
 
-def _ray_environment(seat: Seat) -> dict[str, str]:
+def _ray_environment(meeting: Path) -> dict[str, str]:
     return {
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(seat.token),
+        "RAY_AUTH_TOKEN_PATH": str(token_of(meeting)),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # or Ray waits half a minute for work to leave a node
         "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
@@ -340,11 +414,6 @@ def _answers(host: str, port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=2):
         return True
     return False
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host, int(port)
 
 
 def _free_port(address: str) -> int:

@@ -5,6 +5,7 @@ import io
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from submitit.slurm.slurm import _make_sbatch_string
 from infra.slurm import queue
 from infra.slurm.launcher import JobEnd, LegFunction, LegRequest
 from infra.slurm.local import last_line
-from infra.slurm.node import NodeReport, NodeShape, run_node
+from infra.slurm.node import NodeReport, NodeShape, join_legs, run_node
 from roll_core.config.launcher import SlurmLauncher as SlurmConfig
 from roll_core.types.leg import LegEnding
 
@@ -26,13 +27,20 @@ class SlurmLauncher:
         self._config = config
 
     def submit(self, request: LegRequest, leg: LegFunction) -> "SlurmLegJob":
+        return self._submit(request, run_node, cloudpickle.dumps(leg), node_shape(self._config, request), request.folder)
+
+    def submit_elastic(self, request: LegRequest, run_folder: Path) -> "SlurmLegJob":
+        """A node more for the legs of a run."""
+        return self._submit(request, join_legs, node_shape(self._config, request), run_folder)
+
+    def _submit(self, request: LegRequest, function: Callable[..., NodeReport | None], *arguments: Any) -> "SlurmLegJob":
         executor = submitit.SlurmExecutor(folder=request.folder, max_num_timeout=0, python=self._config.python)
         executor.update_parameters(**sbatch_parameters(self._config, request))
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it raises
-                job = executor.submit(run_node, cloudpickle.dumps(leg), node_shape(self._config, request), request.folder)
+                job = executor.submit(function, *arguments)
         except FailedJobError as error:
-            raise queue.SlurmUnavailable(f"the leg could not be submitted: {' '.join(str(error).split())}") from None
+            raise queue.SlurmUnavailable(f"{request.name} could not be submitted: {' '.join(str(error).split())}") from None
         return self.attach(job.job_id, request.folder)
 
     def find(self, prefix: str) -> dict[str, str]:
@@ -62,6 +70,11 @@ class SlurmLegJob:
         except queue.SlurmUnavailable:
             return False
         return self._state.is_over or self._state == queue.FORGOTTEN
+
+    @property
+    def nodes(self) -> str:
+        """Where it ran when it was last asked whether it has ended, as SLURM writes it; empty if it did not."""
+        return self._state.nodes if self._state.name == "RUNNING" else ""
 
     def end(self) -> JobEnd:
         return read_end(self._state, self._outcome())

@@ -46,4 +46,24 @@ class SlurmLauncher(Section):
     """Ray's object store on each node; null takes three tenths of the memory that SLURM gave the leg there."""
 
 
+class ElasticConfig(Section):
+    """Up to so many nodes more, each a job of its own beside the leg's, that may be taken away at any time: their engines
+    make a run faster, and it ends in the same policy without them. What is not said here is as in `legs.launcher`."""
+
+    nodes: PositiveInt
+    """With as many devices as those of the leg, all of them for engines."""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    options: dict[str, str | int | bool] = Field(default_factory=dict)
+    """Beside those of the launcher."""
+    time_limit_minutes: PositiveInt | None = None
+    """null: `legs.time_limit_minutes`. Short jobs start sooner; one that is over is queued again."""
+
+    def launcher_of(self, leg: SlurmLauncher) -> SlurmLauncher:
+        """How these nodes are asked for, where the leg's are asked for so."""
+        own = self.model_dump(include={"partition", "account", "qos"}, exclude_none=True)
+        return leg.model_copy(update=own | {"options": leg.options | self.options})
+
+
 LauncherConfig = Annotated[LocalLauncher | SlurmLauncher, Field(discriminator="kind")]

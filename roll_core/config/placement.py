@@ -48,9 +48,20 @@ class ClusterConfig(Section):
         return device // self.devices_per_node
 
 
+LEG_RESOURCE = "roll-leg"
+"""What Ray calls a node that lives as long as the leg: roles go nowhere else that cannot do without theirs."""
+ELASTIC_RESOURCE = "roll-elastic"
+"""What Ray calls the devices of a node that may go at any time."""
+
+
 def node_resource(node: int) -> str:
     """What Ray calls the devices of one node, so that each is where its number says. Whoever starts Ray there offers it."""
     return f"roll-node-{node}"
+
+
+def leg_resources(node: int, devices: int) -> dict[str, int]:
+    """What Ray is told that a node of the leg offers."""
+    return {LEG_RESOURCE: 1, node_resource(node): devices}
 
 
 class PlacementConfig(Section):

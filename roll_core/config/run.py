@@ -91,7 +91,7 @@ class RunConfig(Section):
         """The one that is used: `weights.transport`, or what the placement suggests."""
         if self.weights.transport is not WeightsTransport.AUTO:
             return self.weights.transport
-        if self.shares_gpus:
+        if self.shares_gpus and self.legs.elastic is None:
             return WeightsTransport.SHARED_GPU
         apart = self.cluster.device is DeviceKind.CUDA and not self.placement.shared
         return WeightsTransport.BROADCAST if apart and self.inference.kind != "rehearsal" else WeightsTransport.RAY
@@ -320,6 +320,11 @@ class RunConfig(Section):
             raise ValueError(
                 "weights.transport shared_gpu needs cluster.device cuda and every device of placement.engines in "
                 "placement.trainer: change one, or set weights.transport=auto"
+            )
+        if self.weights.transport is WeightsTransport.SHARED_GPU and self.legs.elastic is not None:
+            raise ValueError(
+                "weights.transport shared_gpu does not reach the engines of legs.elastic: set weights.transport=auto, or "
+                "leave legs.elastic out"
             )
         if self.weights.transport is WeightsTransport.BROADCAST:
             self._check_broadcast()

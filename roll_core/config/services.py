@@ -3,7 +3,7 @@
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from roll_core.config.base import Section
-from roll_core.config.launcher import LauncherConfig, LocalLauncher
+from roll_core.config.launcher import ElasticConfig, LauncherConfig, LocalLauncher, SlurmLauncher
 
 RETRY_SECONDS = 300.0
 """Also for whoever has the address of a store and no config yet."""
@@ -46,6 +46,17 @@ class LegsConfig(Section):
     """The same for legs that were preempted or lost a machine, which says less about the run."""
     time_limit_minutes: PositiveInt = 7 * 24 * 60
     """Longest life of one leg; it stops by itself in time to commit, and the next one goes on."""
+    elastic: ElasticConfig | None = None
+    """Preemptible nodes with engines, beside those of the leg; null: none."""
+
+    @model_validator(mode="after")
+    def _elastic_nodes_are_slurms(self):
+        if self.elastic is not None and not isinstance(self.launcher, SlurmLauncher):
+            raise ValueError(
+                f"elastic asks for nodes of a SLURM cluster, but launcher.kind is {self.launcher.kind}: set it to slurm, "
+                "or leave elastic out"
+            )
+        return self
 
 
 class DeadlinesConfig(Section):

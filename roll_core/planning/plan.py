@@ -170,6 +170,7 @@ def _roles(config: RunConfig) -> PlanSection:
             ("weights", f"to the engines by {config.weights_transport}"),
             ("reward workers", str(placement.reward_workers)),
             ("legs", _legs(config.legs)),
+            *_elastic(config),
         ),
     )
 
@@ -178,6 +179,14 @@ def _legs(legs: LegsConfig) -> str:
     """Example: slurm, 1440 min each, one after the other; at most 2 in a row that fail, 20 that are interrupted"""
     limits = f"at most {legs.max_failures} in a row that fail, {legs.max_interruptions} that are interrupted"
     return f"{legs.launcher.kind}, {legs.time_limit_minutes} min each, one after the other; {limits}"
+
+
+def _elastic(config: RunConfig) -> list[tuple[str, str]]:
+    elastic = config.legs.elastic
+    if elastic is None:
+        return []
+    engines = elastic.nodes * (config.cluster.devices_per_node // len(config.engine_devices[0]))
+    return [("elastic", f"up to {elastic.nodes} node(s) with {engines} engine(s) more, a job each, that may be taken away")]
 
 
 def _devices(devices: tuple[int, ...]) -> str:

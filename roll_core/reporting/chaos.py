@@ -146,7 +146,7 @@ def _seconds_by_stage(events: Sequence[StageEvent]) -> dict[str, dict[int, float
 
 OF_TIME = (
     *("throughput/", "engine/", "grader/", "rollout/queue_", "rollout/buffer_"),
-    *("rollout/interruptions",),  # an attempt that went on after its engine had died
+    *("rollout/interruptions", "rollout/engines"),  # who died, and whose attempts went on elsewhere
 )
 """Metrics that say how long things took, or how much there was at once: not what came out."""
 

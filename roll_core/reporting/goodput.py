@@ -5,7 +5,7 @@ Pure functions over the stage logs of a run and its manifests; `roll show` print
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from roll_core.reporting.stage_log import Edge, StageEvent
 from roll_core.types.manifest import Manifest, Metrics
@@ -13,6 +13,8 @@ from roll_core.types.refs import Record
 
 START, RECOVER, WARM_START = "start", "recover", "warm_start"
 NOTHING = timedelta()
+ENGINES = "rollout/engines"
+"""Metric: engines that lived when a batch was complete."""
 
 
 class LegHistory(Record):
@@ -126,6 +128,16 @@ def goodput_metrics(histories: Sequence[LegHistory]) -> Metrics:
     }
     total = sum(history.total for history in histories)
     return sums | {"goodput/useful_share": sums["goodput/useful_seconds"] / total if total else 0.0}
+
+
+def engines_over_time(chain: Sequence[Manifest]) -> str:
+    """Example: 2 in iterations 1-6, 4 in 7-19, 2 in 20"""
+    counted = [m for m in chain if ENGINES in m.metrics]
+    parts: list[str] = []
+    for number, some in groupby(counted, key=lambda manifest: manifest.metrics[ENGINES]):
+        first, *others = [manifest.iteration for manifest in some]
+        parts.append(f"{number:.0f} in {'' if parts else 'iterations '}{first}{f'-{others[-1]}' if others else ''}")
+    return ", ".join(parts)
 
 
 def leg_rows(histories: Sequence[LegHistory]) -> list[str]:

@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from roll_core.config.nodes import NodesConfig
 from roll_core.config.placement import ClusterConfig, DeviceKind
 from roll_core.errors import NodeUnfit, one_line
+from roll_core.roles.ray_cluster import leg_nodes
 
 GIGABYTE = 1e9
 PROBE = b"roll" * 2**18
@@ -77,9 +78,7 @@ def ask_nodes(question: Question, nodes: NodesConfig) -> tuple[dict[str, list[st
     asked_at = time.time()
     unfit: dict[str, list[str]] = {}
     pending = {}
-    for node in ray.nodes():
-        if not node["Alive"]:
-            continue
+    for node in leg_nodes():
         host, num_gpus = node["NodeName"], int(node["Resources"].get("GPU", 0))
         if num_gpus < question.num_gpus:
             unfit[host] = [f"Ray sees {num_gpus} GPUs, cluster.devices_per_node asks for {question.num_gpus}"]

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from roll_core.roles.bucketed import Bucketed
 from roll_core.roles.canary import check_nodes
 from roll_core.roles.placement import reserve_devices
 from roll_core.roles.publishing import RANK_0, Publisher
-from roll_core.roles.ray_cluster import connect_ray, raylet_pid
+from roll_core.roles.ray_cluster import connect_ray, node_names, raylet_pid
 from roll_core.roles.scheduler_role import SchedulerRole
 from roll_core.roles.trainer_rank import BESIDE, TrainerRank
 from roll_core.roles.waiting import wait_for, wait_for_survivors
@@ -38,6 +38,8 @@ from roll_core.types.refs import ArtifactKind, ArtifactRef, CheckpointRef, Expor
 SCHEDULER = "rollout scheduler"
 MAX_SUCCESSIONS = 3
 """How often in one stage engines and reward workers are replaced after the last of them died; then the leg ends."""
+RECRUIT_S = 2.0
+"""How often it is looked for nodes with `legs.elastic`."""
 
 log = logging.getLogger(__name__)
 
@@ -91,10 +93,10 @@ class Fleet:
     def has_critic(self) -> bool:
         return self._config.algorithm.has_critic
 
-    @cached_property
+    @property
     def nodes(self) -> tuple[str, ...]:
-        """Names of the machines this leg runs on."""
-        return tuple(sorted(node["NodeName"] for node in ray.nodes() if node["Alive"]))
+        """Names of the machines this leg runs on now."""
+        return node_names()
 
     def __exit__(self, *_: object) -> None:
         ray.shutdown()  # ends what is still being stored, too
@@ -299,7 +301,9 @@ class Fleet:
         """
         for _ in range(MAX_SUCCESSIONS):
             try:
-                return self._from_scheduler(ask(), stage, 1.1 * deadline_s)
+                answer = ask()
+                self._recruit_until(answer, version, deadline_s)
+                return self._from_scheduler(answer, stage, 1.1 * deadline_s)
             except RoleDied:
                 dead = self._workforce.dead()
                 if not dead:
@@ -307,15 +311,30 @@ class Fleet:
                 self._replace(dead, self._publisher.held(version))
         return self._from_scheduler(ask(), stage, 1.1 * deadline_s)
 
+    def _recruit_until(self, answer: ray.ObjectRef, version: int, deadline_s: float) -> None:
+        """Add engines on nodes that come while a stage lasts, so that it ends sooner."""
+        if self._config.legs.elastic is None:
+            return
+        ends_at, is_there = time.monotonic() + deadline_s, False
+        while not is_there and time.monotonic() < ends_at:
+            if added := self._workforce.recruit(version, self._publisher.held):
+                self._introduce(added)
+            is_there = bool(ray.wait([answer], timeout=RECRUIT_S)[0])
+
     def _replace(self, dead: list[str], weights: Bucketed | WeightsRef) -> dict[str, int]:
+        dead = self._workforce.drop_elastic(dead)
         if not dead:
             return {}
         num_bytes = self._workforce.replace(dead, weights)
+        self._introduce(dead)
+        return num_bytes
+
+    def _introduce(self, names: list[str]) -> None:
+        """New ones to those who work with them."""
         self._publisher.forget_group()
-        welcome = self._scheduler.welcome.remote(self._workforce.engines(dead), self._workforce.graders(dead))
+        welcome = self._scheduler.welcome.remote(self._workforce.engines(names), self._workforce.graders(names))
         self._from_scheduler(welcome, "start", self._config.deadlines.start)
         self._write_process_list()
-        return num_bytes
 
     def _from_scheduler(self, answer: ray.ObjectRef, stage: str, deadline_s: float) -> Any:
         return wait_for({SCHEDULER: answer}, stage, deadline_s)[SCHEDULER]

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from roll_core.config.placement import ClusterConfig, DeviceKind, node_resource
+from roll_core.config.placement import ELASTIC_RESOURCE, ClusterConfig, DeviceKind, leg_resources
 from roll_core.errors import DeadlineExceeded, one_line
 
 _SHARING_CORES = {"GOMP_SPINCOUNT": "300"}
@@ -28,13 +28,37 @@ def connect_ray(cluster: ClusterConfig, address: str | None, deadline_s: float) 
         address="local",
         num_cpus=cluster.num_devices + 1,
         num_gpus=cluster.num_devices if cluster.device is DeviceKind.CUDA else 0,
-        resources={node_resource(node): cluster.devices_per_node for node in range(cluster.nodes)},
+        resources={
+            name: amount
+            for node in range(cluster.nodes)
+            for name, amount in leg_resources(node, cluster.devices_per_node).items()
+        },
         include_dashboard=False,
         # Ray's default of 15 starves roles on a machine that does anything else: seen to slow training thirtyfold.
         _system_config={"worker_niceness": 0},
         _node_name=socket.gethostname(),
         **common,
     )
+
+
+def leg_nodes() -> list[dict[str, Any]]:
+    """Nodes of the leg that are there, as Ray describes them."""
+    return [node for node in _living_nodes() if ELASTIC_RESOURCE not in node["Resources"]]
+
+
+def elastic_nodes() -> dict[str, int]:
+    """Nodes that may go at any time and are there: the devices of each by Ray's id of it."""
+    found = {node["NodeID"]: int(node["Resources"].get(ELASTIC_RESOURCE, 0)) for node in _living_nodes()}
+    return {node: devices for node, devices in found.items() if devices}
+
+
+def node_names() -> tuple[str, ...]:
+    """Of all machines that take part now."""
+    return tuple(sorted({node["NodeName"] for node in _living_nodes()}))
+
+
+def _living_nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
 
 
 def raylet_pid() -> int:
@@ -49,7 +73,7 @@ def _join(address: str, num_nodes: int, deadline_s: float, common: dict[str, Any
     while missing:
         try:
             ray.init(address=address, _node_ip_address=here, ignore_reinit_error=True, **common)
-            missing = num_nodes - sum(node["Alive"] for node in ray.nodes())
+            missing = num_nodes - len(leg_nodes())
             trouble = f"{missing} of {num_nodes} nodes are missing"
         except (ConnectionError, RuntimeError, ValueError) as error:
             trouble = one_line(error)

@@ -14,6 +14,7 @@ from roll_core.data.problem_source import build_source
 from roll_core.errors import RewardUnavailable, RoleDied, RollError
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.roles.process import settle
+from roll_core.roles.waiting import GONE
 from roll_core.rollout import metrics
 from roll_core.rollout.journal import Journal
 from roll_core.rollout.renderer import build_renderer
@@ -38,7 +39,7 @@ class RemoteEngine:
         try:
             async for finished in self.actor.generate.options(num_returns="streaming").remote(requests):
                 yield await finished
-        except ray.exceptions.RayActorError:
+        except GONE:
             raise RoleDied(f"{self.name} died while generating") from None
 
     async def abort(self, request_ids: list[str]) -> None:
@@ -151,7 +152,7 @@ class SchedulerRole:
         self._scheduler.resume(engines)
 
     async def welcome(self, engines: list[RemoteEngine], graders: list[RemoteGrader]) -> None:
-        """Successors of some that died."""
+        """New ones, or successors of some that died."""
         self._engines |= {engine.name: engine for engine in engines}
         self._scheduler.welcome(engines, graders)
 

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from roll_core.config.placement import ELASTIC_RESOURCE, LEG_RESOURCE, DeviceKind
 from roll_core.config.rollout import InFlight
 from roll_core.config.run import RunConfig
 from roll_core.roles.bucketed import Bucketed
+from roll_core.roles.elastic import ElasticEngines, Held
 from roll_core.roles.engine_role import EngineRole
 from roll_core.roles.placement import Devices
 from roll_core.roles.reward_role import RewardRole
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 
 ASYNC_CALLS = 1000
 """Calls an asynchronous role may have under way; far above what a stage issues."""
-OFF_DEVICE: dict[str, Any] = {"num_cpus": 0, "max_concurrency": ASYNC_CALLS}
+OFF_DEVICE: dict[str, Any] = {"num_cpus": 0, "max_concurrency": ASYNC_CALLS, "resources": {LEG_RESOURCE: 0.001}}
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +54,13 @@ class Workforce:
         self._on_trainer_devices = list(self._rank_of)
         self._engine_names = list(self._makes)
         for number in range(config.placement.reward_workers):
-            make = partial(ray.remote(RewardRole).options(**OFF_DEVICE).remote, config)
-            self._makes[f"reward worker {number}"] = make
+            options = OFF_DEVICE | {"scheduling_strategy": "SPREAD"}
+            self._makes[f"reward worker {number}"] = partial(ray.remote(RewardRole).options(**options).remote, config)
+        self._elastic = ElasticEngines(
+            lambda node: ray.remote(EngineRole).options(**self._options_on(node, devices.kind)).remote(config, store_uri),
+            self._devices_per_engine,
+            first_number=len(self._engine_names),
+        )
         self.actors = {name: make() for name, make in self._makes.items()}
 
     def engines(self, names: Sequence[str] | None = None) -> list[RemoteEngine]:
@@ -130,6 +138,21 @@ class Workforce:
         alive = wait_for_survivors(asked, "start", self._deadlines.start)
         return [name for name in doubtful if name not in alive]
 
+    def recruit(self, version: int, held: Held) -> list[str]:
+        """Engines that were added just now, on nodes that may go at any time; they have the weights of this version."""
+        added = self._elastic.look(version, held)
+        self.actors |= added
+        self._engine_names += added
+        return list(added)
+
+    def drop_elastic(self, dead: Sequence[str]) -> list[str]:
+        """Forget engines that nobody expects back; the others, who need successors."""
+        dropped = self._elastic.drop(dead)
+        for name in dropped:
+            del self.actors[name]
+            self._engine_names.remove(name)
+        return [name for name in dead if name not in dropped]
+
     def replace(self, dead: Sequence[str], weights: Bucketed | WeightsRef) -> dict[str, int]:
         """Successors of these, engines with the policy's weights; bytes that each took over."""
         successors = {name: self._makes[name]() for name in dead}
@@ -139,6 +162,16 @@ class Workforce:
         self.actors |= successors
         log.warning("%s: replaced", ", ".join(dead))
         return num_bytes
+
+    def _options_on(self, node: str, kind: DeviceKind) -> dict[str, Any]:
+        """Ray options that put an engine on a node that may go at any time."""
+        devices = self._devices_per_engine
+        resources = {"num_cpus": devices} if kind is DeviceKind.CPU else {"num_cpus": 0, "num_gpus": devices}
+        return resources | {
+            "resources": {ELASTIC_RESOURCE: devices},
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+            "max_concurrency": ASYNC_CALLS,
+        }
 
     def _of_engines_that_share(self, ask: Callable[[ActorHandle], ray.ObjectRef]) -> None:
         """Who died is noticed, and replaced, when weights are published."""

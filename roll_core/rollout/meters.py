@@ -46,23 +46,28 @@ class Meters:
     def __init__(self, engines: list[str], num_slots: int, now: float):
         self._num_slots = num_slots
         self._engines = {name: Meter(now) for name in engines}
+        self._alive = set(engines)
         self._queue, self._graders, self._buffer = Meter(now), Meter(now), Meter(now)
 
     def set(self, load: dict[str, int], queued: int, at_graders: int, buffered: int, now: float) -> None:
-        for name, running in load.items():
-            self._engines.setdefault(name, Meter(now)).set(running, now)
+        """`load` is that of the engines that are there."""
+        self._alive = set(load)
+        for name in self._engines.keys() | self._alive:
+            self._engines.setdefault(name, Meter(now)).set(load.get(name, 0), now)
         self._queue.set(queued, now)
         self._graders.set(at_graders, now)
         self._buffer.set(buffered, now)
 
     def read(self, now: float) -> Metrics:
         engines = [meter.read(now) for meter in self._engines.values()]
+        self._engines = {name: meter for name, meter in self._engines.items() if name in self._alive}
         queue, graders, buffer = self._queue.read(now), self._graders.read(now), self._buffer.read(now)
         return {
             "engine/busy": _mean([engine.share for engine in engines]),
             "engine/busy_least": min((engine.share for engine in engines), default=0.0),
             "engine/requests": _mean([engine.mean for engine in engines]),
             "engine/occupancy": _mean([min(1.0, engine.mean / self._num_slots) for engine in engines]),
+            "rollout/engines": float(len(self._alive)),
             "grader/busy": graders.share,
             "grader/attempts": graders.mean,
             "rollout/queue_mean": queue.mean,

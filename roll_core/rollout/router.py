@@ -164,6 +164,10 @@ class Router:
     def nobody_left(self) -> RoleDied | None:
         return None if self._alive else self._deaths.of(list(self._engines.values()))
 
+    @property
+    def load_of_living(self) -> dict[str, int]:
+        return {name: self.load[name] for name in self._alive}
+
     def assign(self, group: int, request: GenerationRequest) -> str | None:
         """Give a request of a group to an engine, with the next `send`; None where all have enough for now."""
         home = self._home.get(group)
@@ -219,7 +223,7 @@ class Router:
         return not any(self.load.get(name) for name in names)
 
     def welcome(self, engine: EngineClient) -> None:
-        """One that takes the place of a dead one of the same name, whose calls may still be about to fail."""
+        """One that is new, or takes the place of a dead one of the same name, whose calls may still be about to fail."""
         self._engines[engine.name] = self._alive[engine.name] = engine
         self.load.setdefault(engine.name, 0)
         self._reserved.setdefault(engine.name, 0)

@@ -136,7 +136,7 @@ class RolloutScheduler:
             self._stream.give_back(engines)
 
     def welcome(self, engines: Sequence[EngineClient], graders: Sequence[GraderClient]) -> None:
-        """Successors, each of one of the same name that died."""
+        """New ones, or successors of some of the same name that died."""
         self._engines = list(({e.name: e for e in self._engines} | {e.name: e for e in engines}).values())
         self._graders = list(({g.name: g for g in self._graders} | {g.name: g for g in graders}).values())
         for name in [*(engine.name for engine in engines), *(grader.name for grader in graders)]:

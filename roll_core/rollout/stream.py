@@ -185,7 +185,7 @@ class Stream:
         if places := self.lives.to_abort():
             self.router.abort([self._attempts[place].request.request_id for place in places])
         lives = self.lives
-        self._meters.set(self.router.load, lives.num_queued, lives.num_grading, lives.num_accepted, self._now())
+        self._meters.set(self.router.load_of_living, lives.num_queued, lives.num_grading, lives.num_accepted, self._now())
 
     def _begin(self, group: int) -> None:
         """Attempts at a problem that was drawn; what is known of them already is as if it happened now."""

@@ -79,6 +79,9 @@ class Attention(MegatronModule):
             key, value = (gather_from_sequence_parallel_region(x.contiguous(), group=self._context) for x in (key, value))
         # [T, R, heads, features] -> [R, heads, T, features]
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if attention_mask is not None:
+            # On a GPU, masks and heads that share keys together are left to a kernel that writes all scores to memory.
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         attended = functional.scaled_dot_product_attention(
             query, key, value, attn_mask=attention_mask, is_causal=attention_mask is None, scale=self._scale, enable_gqa=True
         )
