@@ -78,13 +78,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """What training came to: losses, gradient norms and logprobs (by place) of every step, gradients of the first, and
-    weights after the last."""
+    """What training came to: losses, gradient norms, logprobs and divergences (by place) of every step, gradients of the
+    first, and weights after the last."""
 
     losses: list[float]
     norms: list[float]
     gradients: dict[str, Tensor]
-    logprobs: list[Tensor]
+    scores: list[Tensor]
     weights: dict[str, Tensor]
 
 
@@ -108,7 +108,8 @@ def train(case: Case, folder: Path, new_backend: Callable[[TrainingConfig], Any]
     backend.build_frozen(Policy.REFERENCE, REFERENCE)
     for step, algorithm in enumerate(LOSSES):
         parts = micro_batches(case, backend.share, step)
-        found.logprobs.append(_of_all_shares(parts, backend.logprobs(parts, Policy.CURRENT), backend.share))
+        for scores in (backend.logprobs(parts, Policy.CURRENT), backend.divergences(parts)):
+            found.scores.append(_of_all_shares(parts, scores, backend.share))
         loss = build_algorithm(algorithm, num_optimizer_steps=1, max_new_tokens=8).loss
         accumulate = backend.accumulate if algorithm.kl_loss is None else backend.accumulate_beside_reference
         accumulate(parts, loss)
@@ -134,9 +135,9 @@ def _gradients(backend: Any) -> Iterator[tuple[str, Tensor]]:
     return backend.gradients()
 
 
-def _of_all_shares(parts: list[MicroBatch], logprobs: list[Tensor], share: Share) -> Tensor:
+def _of_all_shares(parts: list[MicroBatch], scores: list[Tensor], share: Share) -> Tensor:
     values = torch.zeros(sum(sample.num_trained_tokens for sample in random_samples(NUM_SAMPLES, seed=0)) * 2)
-    for part, each in zip(parts, logprobs, strict=True):
+    for part, each in zip(parts, scores, strict=True):
         values[part.place_N] = each if share.speaks else 0.0
     return over_ranks(values)
 
@@ -191,10 +192,10 @@ def _in_rank(rank: int, num_ranks: int, cases: list[Case], folder: str) -> None:
 
 
 def assert_equal(found: Found, wanted: Found) -> None:
-    """Within 1e-5: of a loss and a logprob, and of the largest number of a gradient and of a weight."""
+    """Within 1e-5: of a loss, a logprob and a divergence, and of the largest number of a gradient and of a weight."""
     assert found.losses == pytest.approx(wanted.losses, abs=1e-5)
     assert found.norms == pytest.approx(wanted.norms, rel=1e-5)
-    for mine, theirs in zip(found.logprobs, wanted.logprobs, strict=True):
+    for mine, theirs in zip(found.scores, wanted.scores, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0.0, atol=1e-5)
     for mine_by_name, theirs_by_name in ((found.gradients, wanted.gradients), (found.weights, wanted.weights)):
         assert mine_by_name.keys() == theirs_by_name.keys()

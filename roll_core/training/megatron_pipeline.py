@@ -116,12 +116,8 @@ AtTheEnd = Callable[[PolicyModel, RowPart, Tensor, int], Any]
 
 def forward(chunks: Chunks, micro_batches: Sequence[MicroBatch], at_the_end: AtTheEnd, device: torch.device) -> list[Any]:
     """What is answered at the end for each, on the last stage; nothing on the others. No gradients."""
-
-    def collect(model: PolicyModel, part: RowPart, hidden: Tensor, number: int, **_: Any) -> Any:
-        return at_the_end(model, part, hidden, number)
-
     with torch.no_grad():
-        return _run(chunks, micro_batches, collect, device, forward_only=True)[: len(micro_batches)]
+        return _run(chunks, micro_batches, at_the_end, device, forward_only=True)[: len(micro_batches)]
 
 
 def forward_backward(
@@ -152,6 +148,8 @@ def _run(
         hidden = chunk(part.token_ids_RT, part.position_ids_RT, part.mask)
 
         def finished(hidden: Tensor, **_: Any) -> Any:
+            if number >= len(micro_batches):
+                return _nothing(hidden, forward_only=forward_only)
             return finish(_unwrapped(chunk), part, hidden, number)
 
         return hidden, finished
@@ -167,6 +165,11 @@ def _run(
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
+
+
+def _nothing(hidden: Tensor, *, forward_only: bool) -> Any:
+    """What a blank micro-batch comes to: no gradients, on every stage."""
+    return None if forward_only else (hidden.sum() * 0.0, torch.zeros((), dtype=torch.int, device=hidden.device), None)
 
 
 def _filled_up(micro_batches: Sequence[MicroBatch], num_chunks: int) -> list[MicroBatch]:
