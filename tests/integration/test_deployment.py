@@ -8,15 +8,12 @@ import subprocess
 import sys
 import urllib.request
 
-import pytest
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.control_plane import free_port
 from tests.integration.conftest import wait_until
 from tests.support import ROOT
-
-pytestmark = pytest.mark.xdist_group("slurm")  # others look whether anything is left of it on this machine
 
 OVERRIDES = [
     "iterations=2",

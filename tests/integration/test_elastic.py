@@ -5,15 +5,11 @@ import os
 import signal
 import subprocess
 
-import pytest
-
 from roll_core.reporting.chaos import differences
 from tests.integration.conftest import wait_until
 from tests.integration.test_slurm import LONG_S, Site, nothing_is_left, site
 
 __all__ = ["nothing_is_left", "site"]
-
-pytestmark = pytest.mark.xdist_group("slurm")
 
 ELASTIC = """
 extends: site.yaml

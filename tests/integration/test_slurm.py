@@ -18,8 +18,6 @@ from tests.integration.conftest import ROLL, Workspace, wait_until
 from tests.slurm_cluster import SlurmCluster
 from tests.support import ROOT
 
-pytestmark = pytest.mark.xdist_group("slurm")  # they look whether anything is left of it on this machine
-
 LONG_S = 550.0
 ITERATIONS = 16
 SITE = """
