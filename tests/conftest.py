@@ -11,7 +11,12 @@ if TYPE_CHECKING:
     from tests.slurm_cluster import SlurmCluster
 
 
-ON_SLURM = {"test_slurm.py", "test_elastic.py", "test_deployment.py", "test_launchers.py"}
+ON_SLURM = {
+    "tests/contracts/test_launchers.py",
+    "tests/integration/test_deployment.py",
+    "tests/integration/test_elastic.py",
+    "tests/integration/test_slurm.py",
+}
 """Files whose tests look whether anything of a SLURM is left on this machine, and must not meet."""
 
 
@@ -22,15 +27,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            file = Path(nodeid.partition("::")[0])
-            return "slurm" if file.name in ON_SLURM else str(file)
+            file = file_of(nodeid)
+            return "slurm" if file in ON_SLURM else file
 
     return ByFile(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins."""
-    items.sort(key=lambda item: item.path.name not in ON_SLURM)
+    items.sort(key=lambda item: file_of(item.nodeid) not in ON_SLURM)
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
 
 
 @pytest.fixture(scope="session")
