@@ -95,8 +95,8 @@ async def by_vllm(model: ScratchModel, sequences: int, new_tokens: int) -> None:
     config = VllmInference(memory_share=0.4)
     engine = VllmEngine(model, config, num_slots=sequences, device=GPU, dtype=torch.bfloat16, num_threads=8)
     print(f"vLLM started in {time.perf_counter() - start:.0f} s")
-    for version in range(4):
-        await sync(engine, backend, version, bandwidth)
+    for version in range(6):
+        await sync(engine, backend, version, bandwidth, digest_after=version >= 4)
     print(f"decode, vLLM: {await decode(engine, sequences, new_tokens):,.0f} tokens/s")
     await engine.sleep()
     for _ in range(2):  # the second time all memory on the host is there
@@ -136,7 +136,9 @@ class Stages:
         return ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in self.seconds.items())
 
 
-async def sync(engine: VllmEngine, backend: TorchBackend, version: int, bandwidth: float) -> None:
+async def sync(
+    engine: VllmEngine, backend: TorchBackend, version: int, bandwidth: float, digest_after: bool = False
+) -> None:
     """As publisher, rank and role do it, without Ray's messages between them, of which there are two rounds."""
     stages = Stages()
 
@@ -159,12 +161,14 @@ async def sync(engine: VllmEngine, backend: TorchBackend, version: int, bandwidt
 
     with stages.of("whole"):
         (bucket, check), _ = await asyncio.gather(asyncio.to_thread(share), make_way())
-        digesting = asyncio.create_task(asyncio.to_thread(take_digest))
+        digesting = asyncio.sleep(0) if digest_after else asyncio.create_task(asyncio.to_thread(take_digest))
         with stages.of("load"):
             await engine.load(bucket)
         with stages.of("finish"):
             await engine.finish_update(version, check)
         await digesting
+    if digest_after:
+        take_digest()
     (in_worker,) = await engine._llm.collective_rpc("seconds_spent")
     transfer = in_worker["open"] + in_worker["find"] + in_worker["copy"]
     num_bytes = 2 * sum(tensor.numel() for _, tensor in backend.weights())

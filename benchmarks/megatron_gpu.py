@@ -8,6 +8,7 @@ is recomputed is not counted twice), peak memory as measured and as planned, and
 """
 
 import argparse
+import math
 import random
 import tempfile
 import time
@@ -25,7 +26,7 @@ from roll_core.config.model import PretrainedModel
 from roll_core.config.placement import ClusterConfig, DeviceKind
 from roll_core.config.run import RunConfig
 from roll_core.config.training import OptimizerConfig, Packing, Precision, TrainingBackend, TrainingConfig
-from roll_core.planning.memory import trainer_memory
+from roll_core.planning.memory import TrainerMemory, trainer_memory
 from roll_core.planning.model_shape import shape_of
 from roll_core.training.megatron_backend import Initial, MegatronBackend, MegatronSettings
 from roll_core.types.sample import Sample
@@ -159,7 +160,10 @@ def measure(options: argparse.Namespace, config: PretrainedConfig, model: Pretra
         f"{later[0]:.2f} to {later[-1]:.2f} s), MFU {rate * operations(config, options.length) / PEAK_FLOPS:.1%}, "
         f"first step {seconds[0]:.1f} s"
     )
-    print(f"measured: {memory()}; planned: {planned(training, model):.1f} GB")
+    plan = planned(training, model)
+    print(f"measured: {memory()}; planned: {plan.peak:.1f} GB at most, {plan.peak / peak() - 1:+.1%}")
+    terms = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "stepping")
+    print(f"  planned, in GB: {', '.join(f'{term} {getattr(plan, term):.1f}' for term in terms)}")
     if DEVICE.type == "cuda":
         where_time_goes(step)
 
@@ -179,13 +183,17 @@ def memory() -> str:
     return f"{now:.1f} GB allocated, {most:.1f} at most, {torch.cuda.max_memory_reserved() / 1e9:.1f} reserved"
 
 
-def planned(training: TrainingConfig, model: PretrainedModel) -> float:
+def peak() -> float:
+    return torch.cuda.max_memory_allocated() / 1e9 if DEVICE.type == "cuda" else math.nan
+
+
+def planned(training: TrainingConfig, model: PretrainedModel) -> TrainerMemory:
     config = RunConfig(
         name="parts", iterations=1, model=model, training=training, cluster=ClusterConfig(device=DeviceKind.CUDA)
     )
     shape = shape_of(model)
     assert shape is not None
-    return trainer_memory(config, shape).peak
+    return trainer_memory(config, shape)
 
 
 def where_time_goes(step: object) -> None:

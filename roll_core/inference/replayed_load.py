@@ -4,7 +4,7 @@ longer than the copies on a GPU.
 """
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from roll_core.weights.buckets import TensorEntry, cut
+from roll_core.weights.buckets import FlatLayout, cut
 
 Named = list[tuple[str, Tensor]]
 
@@ -35,6 +35,11 @@ class _Copy:
     """Numbers after the first of the tensor."""
     target: Tensor
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether it is numbers in a row."""
+        return self.stride == torch.empty(self.size, device="meta").stride()
+
     def source(self, tensor: Tensor, start: int = 0) -> Tensor:
         """In the tensor, or in numbers of which the tensor's begin at `start`."""
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + start + self.offset)
@@ -46,8 +51,7 @@ class ReplayedLoad:
     def __init__(self, model: Loading):
         self._model = model
         self._copies: dict[str, list[_Copy]] = {}
-        self._in_flat: dict[tuple[tuple[TensorEntry, ...], tuple[int, ...]], list[tuple[_Copy, int]]] = {}
-        """By what lies where in flat bytes: what is copied, and how many numbers are before the tensor it is part of."""
+        self._in_flat: dict[FlatLayout, _FlatLoad] = {}
         self._num_written = 0
         self.is_known = False
         """Whether every number of the model was seen to be copied, or set: only then the loader is not missed."""
@@ -61,22 +65,16 @@ class ReplayedLoad:
         _copy_all([(copy.target, copy.source(tensor)) for name, tensor in named for copy in self._copies.get(name, ())])
 
     @torch.no_grad()
-    def load_flat(self, flat: Tensor, entries: tuple[TensorEntry, ...], starts: tuple[int, ...]) -> None:
-        """The same for tensors that lie in flat bytes, from where each starts. If they lie as they did before, they are not
-        cut out one by one, which takes as long as all copies."""
-        dtypes = {entry.dtype for entry in entries}
-        dtype: torch.dtype = getattr(torch, next(iter(dtypes)))
-        if not self.is_known or len(dtypes) > 1:
-            self.load(list(cut(flat, entries, starts)))
-            return
-        if (entries, starts) not in self._in_flat:
-            self._in_flat[entries, starts] = [
-                (copy, start // dtype.itemsize)
-                for entry, start in zip(entries, starts, strict=True)
-                for copy in self._copies.get(entry.name, ())
-            ]
-        numbers = flat[: len(flat) // dtype.itemsize * dtype.itemsize].view(dtype)
-        _copy_all([(copy.target, copy.source(numbers, start)) for copy, start in self._in_flat[entries, starts]])
+    def load_flat(self, flat: Tensor, layout: FlatLayout) -> None:
+        """The same for tensors that lie in flat bytes. If they lie as they did before, they are not cut out one by one,
+        which takes as long as all copies."""
+        known = self._in_flat.get(layout)
+        if known is None and self.is_known and len({entry.dtype for entry in layout.entries}) == 1:
+            known = self._in_flat[layout] = _FlatLoad(layout, self._copies)
+        if known is None:
+            self.load(list(cut(flat, layout.entries, layout.starts)))
+        else:
+            known.copy(flat)
 
     def settle(self) -> None:
         """All weights have been given."""
@@ -93,6 +91,36 @@ class ReplayedLoad:
     def note_set(self, target: Tensor) -> None:
         """Padding, which stays what it is."""
         self._num_written += target.numel()
+
+
+class _FlatLoad:
+    """What is copied from numbers of one kind that lie in a row, each with how many of them are before the tensor that it is
+    part of. On a GPU nearly all of it is one launch."""
+
+    def __init__(self, layout: FlatLayout, copies_by_name: Mapping[str, list[_Copy]]):
+        self._dtype: torch.dtype = getattr(torch, layout.entries[0].dtype)
+        copies = [
+            (copy, start // self._dtype.itemsize)
+            for entry, start in zip(layout.entries, layout.starts, strict=True)
+            for copy in copies_by_name.get(entry.name, ())
+        ]
+        self._launches: list[Callable[[Tensor], None]] = []
+        self._rest = copies
+        if any(copy.target.is_cuda for copy, _ in copies):
+            from roll_core.inference.copy_kernel import CopyTable, FlatCopy  # needs Triton
+
+            flat = {place: FlatCopy(start + copy.offset, copy.target) for place, (copy, start) in enumerate(copies)}
+            suits = {place: one for place, one in flat.items() if copies[place][0].is_dense and one.is_aligned}
+            for dtype in {one.target.dtype for one in suits.values()}:
+                table = CopyTable([one for one in suits.values() if one.target.dtype is dtype])
+                self._launches.append(table.copy)
+            self._rest = [pair for place, pair in enumerate(copies) if place not in suits]
+
+    def copy(self, flat: Tensor) -> None:
+        numbers = flat[: len(flat) // self._dtype.itemsize * self._dtype.itemsize].view(self._dtype)
+        for launch in self._launches:
+            launch(numbers)
+        _copy_all([(copy.target, copy.source(numbers, start)) for copy, start in self._rest])
 
 
 def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:

@@ -41,7 +41,7 @@ from roll_core.inference.sampling import draw
 from roll_core.inference.vllm_terms import PLACE, SEED
 from roll_core.models.checkpoint_names import expert_of
 from roll_core.weights.broadcast import Receiver
-from roll_core.weights.buckets import TensorEntry, cut, open_handle
+from roll_core.weights.buckets import FlatLayout, cut, open_handle
 from roll_core.weights.checks import WeightsSample
 
 PR_SET_PDEATHSIG = 1
@@ -105,13 +105,13 @@ class WorkerExtension:
         self._roll_load(self._roll_receiver.receive(num_bytes), layout)
 
     def _roll_load(self, flat: Tensor, layout: bytes) -> None:
-        entries, starts = _unpickle_layout(layout)
+        unpickled = _unpickle_layout(layout)
         with set_current_vllm_config(self.vllm_config):
             if self._roll_replayed is not None:
-                self._roll_replayed.load_flat(flat.to(self.device), entries, starts)
+                self._roll_replayed.load_flat(flat.to(self.device), unpickled)
             else:
                 # Copies: a layer's tensors are kept until it has all of them, and the memory is used again before that.
-                named = cut(flat, entries, starts)
+                named = cut(flat, unpickled.entries, unpickled.starts)
                 self.model_runner.model.load_weights((name, part.to(self.device, copy=True)) for name, part in named)
 
     def roll_finish_weights(self, pickled_samples: bytes) -> list[str]:
@@ -151,9 +151,9 @@ class _SeededSampler(nn.Module):
 
 
 @cache
-def _unpickle_layout(layout: bytes) -> tuple[tuple[TensorEntry, ...], tuple[int, ...]]:
+def _unpickle_layout(layout: bytes) -> FlatLayout:
     """Which is one of few that come again and again."""
-    return pickle.loads(layout)
+    return FlatLayout(*pickle.loads(layout))
 
 
 def _end_with_parent() -> None:

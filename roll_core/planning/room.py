@@ -8,16 +8,13 @@ from roll_core.config.model import ModelShape
 from roll_core.config.run import RunConfig
 from roll_core.config.training import TrainingBackend
 from roll_core.errors import UserError
-from roll_core.planning.memory import GB, GpuMemory, engine_memory, gpu_memory, trainer_memory
-from roll_core.planning.model_shape import parameters_of
+from roll_core.planning.memory import GpuMemory, engine_memory, gpu_memory, trainer_memory
 from roll_core.planning.proposals import nearest_that_fits
 
 
 def check_memory(config: RunConfig, shape: ModelShape, device_gb: float) -> None:
     """Raise one sentence if a run cannot fit the GPUs it is given."""
     gpu = gpu_memory(config, shape, device_gb)
-    if config.training.backend is TrainingBackend.TORCH and len(config.placement.trainer) > 1:
-        _check_start(shape, device_gb)
     if gpu.updating > device_gb:
         raise UserError(
             f"training: an update needs about {gpu.updating:.0f} GB of a GPU that has {device_gb:.0f}, "
@@ -38,15 +35,6 @@ def check_memory(config: RunConfig, shape: ModelShape, device_gb: float) -> None
         _check_engine(config, config.inference, shape, device_gb)
 
 
-def _check_start(shape: ModelShape, device_gb: float) -> None:
-    whole = 4 * parameters_of(shape).total / GB
-    if whole > device_gb:
-        raise UserError(
-            f"training.backend torch has the whole model on every GPU before it shares it out, {whole:.0f} GB of "
-            f"{device_gb:.0f}: set training.backend=megatron"
-        )
-
-
 def _what_would_fit(config: RunConfig, shape: ModelShape, gpu: GpuMemory, device_gb: float) -> str:
     if config.training.backend is TrainingBackend.MEGATRON:
         nearest = nearest_that_fits(config, shape, device_gb)
@@ -60,6 +48,8 @@ def _what_would_fit(config: RunConfig, shape: ModelShape, gpu: GpuMemory, device
         if most >= max(1024, config.model.max_positions)
         else "give placement.trainer more devices"
     )
+    if config.training.backend is TrainingBackend.TORCH and len(config.placement.trainer) > 1:
+        help += ", or set training.backend=megatron, which shares out layers and tokens, too"
     return help + ("" if config.training.activation_checkpointing else ", or set training.activation_checkpointing=true")
 
 

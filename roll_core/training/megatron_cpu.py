@@ -110,9 +110,6 @@ def _mend_gather() -> None:
 def _mend_mixtures() -> None:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # 0.16: the router asks for it, also without Transformer Engine
-
     def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ARG001
         """Theirs makes numbers of tensors on a GPU only; an exchange between ranks wants numbers."""
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

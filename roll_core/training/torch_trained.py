@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -44,10 +45,8 @@ class TorchSettings:
 
     def build_model(self, model: ModelConfig) -> PreTrainedModel:
         built = build_model(model, self.seed)
-        if world_size() == 1:
+        if world_size() == 1:  # of several, each gets its part when it is sharded, layer by layer
             lay_flat(built, self.device)
-        else:
-            built.to(self.device)
         if self.training.activation_checkpointing:
             built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             built.train()
@@ -64,8 +63,9 @@ class TorchSettings:
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if bfloat16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
+        ranks = init_device_mesh(self.device.type, (world_size(),))
         for each in [*layers, module]:
-            fully_shard(each, mp_policy=policy)
+            fully_shard(each, mesh=ranks, mp_policy=policy)
 
     def arithmetic(self) -> contextlib.AbstractContextManager[None]:
         if self.training.precision is Precision.BFLOAT16 and world_size() == 1:

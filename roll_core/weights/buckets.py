@@ -23,6 +23,15 @@ class TensorEntry:
     dtype: str
 
 
+@dataclass(frozen=True, eq=False)
+class FlatLayout:
+    """What lies where in flat bytes. One is like no other: to compare hundreds of entries takes longer than to copy them."""
+
+    entries: tuple[TensorEntry, ...]
+    starts: tuple[int, ...]
+    """The byte at which each tensor begins."""
+
+
 @dataclass(frozen=True)
 class WeightsBucket:
     """Example: WeightsBucket(entries=(TensorEntry("model.norm.weight", (64,), "float32"),), data=<256 bytes>)"""

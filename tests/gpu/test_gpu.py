@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from roll_core.algorithms.catalog import TABLE, build_algorithm
 from roll_core.algorithms.inputs import LossFn
@@ -18,8 +19,10 @@ from roll_core.config.model import Architecture, ScratchModel
 from roll_core.config.rollout import InFlight
 from roll_core.config.training import OptimizerConfig, Packing, Precision, TrainingConfig
 from roll_core.inference.base import WeightsUpdate, adopt
+from roll_core.inference.copy_kernel import CopyTable, FlatCopy
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
+from roll_core.planning.model_shape import parameters_of, shape_of
 from roll_core.training.base import Policy
 from roll_core.training.learner import Learner
 from roll_core.training.torch_backend import TorchBackend
@@ -220,3 +223,33 @@ def test_offloaded_the_backend_leaves_the_gpu_and_comes_back_as_it_was():
     step(left)
     expected = dict(stayed.weights())
     assert all(torch.equal(tensor, expected[name]) for name, tensor in left.weights())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_launch_copies_and_rounds_what_plain_torch_does(dtype):
+    numbers = torch.randn(3_000_000, device=GPU)
+    memory = torch.zeros(2_000_000, dtype=dtype, device=GPU)
+    expected, copies = memory.clone(), []
+    for start, place, size in ((0, 16, 16), (4096, 64, 4096), (16_000, 8192, 1_900_000 - 16 * 50), (48, 32, 32)):
+        copies.append(FlatCopy(start, memory[place : place + size]))
+        expected[place : place + size] = numbers[start : start + size]
+    CopyTable(copies).copy(numbers)
+    assert torch.equal(memory, expected)
+
+
+def build_a_half(rank: int, folder: Path) -> None:
+    """Of two ranks on one GPU, which may not talk by it: nothing is said until something is trained."""
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    model = ScratchModel(max_positions=64, hidden_size=1024, intermediate_size=3072, num_layers=12)
+    TorchBackend(model, TorchSettings(TrainingConfig(), seed=0, temperature=1.0, device=GPU))
+    (folder / f"peak-{rank}").write_text(str(torch.cuda.max_memory_allocated()))
+    dist.destroy_process_group()
+
+
+def test_no_gpu_ever_has_the_whole_of_a_model_that_is_shared_out(tmp_path):
+    torch.multiprocessing.spawn(build_a_half, args=(tmp_path,), nprocs=2)
+    model = ScratchModel(max_positions=64, hidden_size=1024, intermediate_size=3072, num_layers=12)
+    shape = shape_of(model)
+    assert shape is not None
+    for rank in range(2):
+        assert int((tmp_path / f"peak-{rank}").read_text()) < 0.7 * 4 * parameters_of(shape).total

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from roll_core.inference.replayed_load import ReplayedLoad
-from roll_core.weights.buckets import TensorEntry, starts_of
+from roll_core.weights.buckets import FlatLayout, TensorEntry, starts_of
 
 
 class Fused(nn.Module):
@@ -48,11 +48,11 @@ def weights(seed: int) -> list[tuple[str, Tensor]]:
     return cut
 
 
-def in_flat(named: list[tuple[str, Tensor]]) -> tuple[Tensor, tuple[TensorEntry, ...], tuple[int, ...]]:
-    """The bytes that those are part of, what is in them, and where."""
+def in_flat(named: list[tuple[str, Tensor]]) -> tuple[Tensor, FlatLayout]:
+    """The bytes that those are part of, and what is where in them."""
     whole = torch.empty(0, dtype=torch.uint8).set_(named[0][1].untyped_storage())
     entries = tuple(TensorEntry(name, tuple(tensor.shape), "float32") for name, tensor in named)
-    return whole, entries, tuple(4 * tensor.storage_offset() for _, tensor in named)
+    return whole, FlatLayout(entries, tuple(4 * tensor.storage_offset() for _, tensor in named))
 
 
 def loaded(seed: int) -> dict[str, Tensor]:
@@ -99,7 +99,7 @@ def test_numbers_of_several_kinds_in_one_flat_are_cut_out():
         (_, q), *rest = weights(seed)
         flat = torch.cat([q.double().flatten().view(torch.uint8), *(t.flatten().view(torch.uint8) for _, t in rest)])
         entries = (TensorEntry("q", (4, 3), "float64"), *(TensorEntry(n, tuple(t.shape), "float32") for n, t in rest))
-        replayed.load_flat(flat, entries, starts_of(entries))
+        replayed.load_flat(flat, FlatLayout(entries, starts_of(entries)))
         replayed.settle()
         assert all(torch.equal(tensor, loaded(seed)[name]) for name, tensor in model.named_parameters())
 
