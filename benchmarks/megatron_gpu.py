@@ -1,6 +1,6 @@
 """What the megatron backend does on one GPU, in bfloat16, with weights drawn there: nothing is read, nothing is downloaded.
 
-    python benchmarks/megatron_gpu.py [--shape dense-1.7b|mixture-4b|tiny|tiny-mixture] [--seconds 60] [--recompute]
+    python benchmarks/megatron_gpu.py [--shape dense-1.7b|mixture-4b|tiny|tiny-mixture] [--seconds 60] [--recompute] [--plan-only]
 
 Needs neither Ray nor vLLM; without a GPU only the tiny shapes make sense. Prints tokens/s and their share of the GPU's
 arithmetic (MFU: 6 operations for each parameter a token goes through, and attention's, of 989 TFLOP/s dense bfloat16; what
@@ -137,6 +137,11 @@ def measure(options: argparse.Namespace, config: PretrainedConfig, model: Pretra
         activation_checkpointing=options.recompute,
         packing=Packing.NONE,  # what `work` makes: every row is one sequence
     )
+    plan = planned(training, model)
+    terms = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "stepping")
+    print(f"planned: {plan.peak:.1f} GB at most ({', '.join(f'{term} {getattr(plan, term):.1f}' for term in terms)})")
+    if options.plan_only:
+        return
     began_at = time.perf_counter()
     backend = MegatronBackend(model, MegatronSettings(training, 0, 1.0, DEVICE, Initial.DRAWN))
     backend.start_optimizer(OptimizerConfig(), total_steps=1000)
@@ -160,10 +165,7 @@ def measure(options: argparse.Namespace, config: PretrainedConfig, model: Pretra
         f"{later[0]:.2f} to {later[-1]:.2f} s), MFU {rate * operations(config, options.length) / PEAK_FLOPS:.1%}, "
         f"first step {seconds[0]:.1f} s"
     )
-    plan = planned(training, model)
-    print(f"measured: {memory()}; planned: {plan.peak:.1f} GB at most, {plan.peak / peak() - 1:+.1%}")
-    terms = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "stepping")
-    print(f"  planned, in GB: {', '.join(f'{term} {getattr(plan, term):.1f}' for term in terms)}")
+    print(f"measured: {memory()}; planned: {plan.peak / peak() - 1:+.1%}")
     if DEVICE.type == "cuda":
         where_time_goes(step)
 
@@ -214,6 +216,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
+    parser.add_argument("--plan-only", action="store_true", help="what memory it would take; needs no GPU")
     parser.add_argument("--recompute", action="store_true", help="training.activation_checkpointing")
     options = parser.parse_args()
     config = shaped(options.shape, options.length)

@@ -94,7 +94,8 @@ def shape_of(model: ModelConfig) -> ModelShape | None:
 
 def _read(described: dict[str, Any]) -> ModelShape:
     """What Hugging Face says of a model of the Llama or Qwen3 kind."""
-    hidden, heads, experts = described["hidden_size"], described["num_attention_heads"], described.get("num_experts", 0)
+    hidden, heads = described["hidden_size"], described["num_attention_heads"]
+    experts = described.get("num_experts", described.get("num_local_experts", 0))  # as published, and as transformers 5 saves
     return ModelShape(
         hidden=hidden,
         intermediate=described["moe_intermediate_size" if experts else "intermediate_size"],

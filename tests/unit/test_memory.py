@@ -62,6 +62,25 @@ def test_a_folder_says_what_model_it_holds(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(described))
     assert shape_of(model) == QWEN3_0_6B
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_the_experts_of_a_folder_count_as_published_and_as_transformers_saves_them(tmp_path, key):
+    described = {
+        "model_type": "qwen3_moe",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_experts_per_tok": 2,
+        "vocab_size": 256,
+        key: 8,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    shape = shape_of(PretrainedModel(path=str(tmp_path), max_positions=64))
+    assert shape is not None
+    assert parameters_of(shape).experts == 2 * 8 * 3 * 64 * 48
     assert parameters_of(QWEN3_0_6B).total == 596_049_920
 
 
