@@ -172,12 +172,13 @@ async def sync(
     (in_worker,) = await engine._llm.collective_rpc("seconds_spent")
     transfer = in_worker["open"] + in_worker["find"] + in_worker["copy"]
     num_bytes = 2 * sum(tensor.numel() for _, tensor in backend.weights())
-    print(f"sync {version}: {num_bytes / 1e9:.2f} GB in bfloat16, milliseconds: {stages}")
+    order = "afterwards" if digest_after else "beside it"
+    print(f"sync {version}, digest {order}: {num_bytes / 1e9:.2f} GB in bfloat16, milliseconds: {stages}")
     print(f"  of load and finish inside vLLM's worker: {', '.join(f'{n} {1e3 * s:.1f}' for n, s in in_worker.items())}")
     for name, seconds in (
         ("the transfer, inside vLLM's worker", transfer),
         ("with the proof", transfer + in_worker["proof"]),
-        ("all of it, digest included", stages.seconds["whole"]),
+        ("all of it" if digest_after else "all of it, digest included", stages.seconds["whole"]),
     ):
         rate = num_bytes / seconds
         print(f"  {name}: {rate / 1e9:,.0f} GB/s, {rate / bandwidth:.0%} of a copy within the GPU")
