@@ -36,6 +36,7 @@ from infra.slurm.queue import EndTime, node_address
 from infra.slurm.scratch import own_folder
 from roll_core.config.placement import ELASTIC_RESOURCE, leg_resources
 from roll_core.errors import RollError
+from roll_core.roles.process import role_environment
 from roll_core.types.leg import LegPlace
 
 OBJECT_STORE_SHARE = 0.3
@@ -374,7 +375,8 @@ def _ray(
     command += ["--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={_free_port(seat.address)}"]
     if (num_bytes := shape.object_store_bytes or _share_of_memory()) is not None:
         command.append(f"--object-store-memory={num_bytes}")
-    ray = subprocess.Popen(command + options, stdin=subprocess.DEVNULL, start_new_session=True)
+    environment = os.environ | role_environment()
+    ray = subprocess.Popen(command + options, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
     try:
         yield ray
     finally:

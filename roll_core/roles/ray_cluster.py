@@ -1,29 +1,32 @@
 """The Ray cluster of a leg: one that was started on all of its nodes, or one that is started here."""
 
+import contextlib
 import logging
 import os
 import socket
 import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import ray
 
 from roll_core.config.placement import ELASTIC_RESOURCE, ClusterConfig, DeviceKind, leg_resources
 from roll_core.errors import DeadlineExceeded, one_line
+from roll_core.roles.process import role_environment
 
-_SHARING_CORES = {"GOMP_SPINCOUNT": "300"}
-"""OpenMP threads of several roles share cores: those that wait must not spin for milliseconds, as libgomp's do."""
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
 def connect_ray(cluster: ClusterConfig, address: str | None, deadline_s: float) -> None:
     """Until `ray.shutdown`. `address` is that of a cluster with its head on this machine; None starts one here."""
-    # Roles must not depend on where the leg was started, nor on what else is importable there.
-    environment = {"PYTHONPATH": os.pathsep.join(_import_paths()), "PYTHONWARNINGS": "ignore"} | _SHARING_CORES
-    common = {"log_to_driver": False, "logging_level": logging.ERROR, "runtime_env": {"env_vars": environment}}
     if address is not None:
-        _join(address, cluster.nodes, deadline_s, common)
+        _join(address, cluster.nodes, deadline_s)
         return
+    with _in_environment(role_environment()):
+        _start(cluster)
+
+
+def _start(cluster: ClusterConfig) -> None:
     ray.init(
         address="local",
         num_cpus=cluster.num_devices + 1,
@@ -37,7 +40,7 @@ def connect_ray(cluster: ClusterConfig, address: str | None, deadline_s: float) 
         # Ray's default of 15 starves roles on a machine that does anything else: seen to slow training thirtyfold.
         _system_config={"worker_niceness": 0},
         _node_name=socket.gethostname(),
-        **common,
+        **_QUIET,
     )
 
 
@@ -66,13 +69,13 @@ def raylet_pid() -> int:
     return ray._private.worker._global_node.all_processes["raylet"][0].process.pid
 
 
-def _join(address: str, num_nodes: int, deadline_s: float, common: dict[str, Any]) -> None:
+def _join(address: str, num_nodes: int, deadline_s: float) -> None:
     """Its head answers before the node is part of it that we have to connect by, and the others come later still."""
     ends_at = time.monotonic() + deadline_s
     here, missing = address.rpartition(":")[0], num_nodes
     while missing:
         try:
-            ray.init(address=address, _node_ip_address=here, ignore_reinit_error=True, **common)
+            ray.init(address=address, _node_ip_address=here, ignore_reinit_error=True, **_QUIET)
             missing = num_nodes - len(leg_nodes())
             trouble = f"{missing} of {num_nodes} nodes are missing"
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -82,6 +85,16 @@ def _join(address: str, num_nodes: int, deadline_s: float, common: dict[str, Any
         time.sleep(0.2 if missing else 0.0)
 
 
-def _import_paths() -> list[str]:
-    root = Path(__file__).resolve().parents[2]
-    return [str(root), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+@contextlib.contextmanager
+def _in_environment(settings: dict[str, str]) -> Iterator[None]:
+    """For processes that are started in this block, and theirs."""
+    before = dict(os.environ)
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name in settings:
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                del os.environ[name]
