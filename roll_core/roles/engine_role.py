@@ -137,12 +137,15 @@ def _build_engine_with_model(
 ) -> "InferenceEngine":
     import torch
 
+    from roll_core.models.quick_import import import_models
+
     device = torch.device(config.cluster.device.value)
     dtype = torch.bfloat16 if config.engines_in_bfloat16 else torch.float32
     num_threads = config.cluster.threads_per_device
     torch.set_num_threads(num_threads)
     match inference:
         case TorchInference():
+            import_models()
             from roll_core.inference.torch_engine import TorchEngine
 
             return TorchEngine(config.model, seed=config.seed, num_slots=num_slots, device=device, dtype=dtype)

@@ -66,6 +66,9 @@ class TrainerRank:
 
     def start(self, meeting_point: str) -> None:
         """Join the other ranks and build what learns."""
+        from roll_core.models.quick_import import import_models
+
+        import_models()
         import torch
 
         from roll_core.training.learner import Learner

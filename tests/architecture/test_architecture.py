@@ -50,6 +50,17 @@ def test_a_rehearsal_needs_no_tensors():
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
+def test_roles_with_models_load_nothing_that_transformers_would_take_along():
+    program = """
+import sys
+from roll_core.models.quick_import import import_models
+import_models()
+import roll_core.inference.torch_engine, roll_core.training.learner
+sys.exit(", ".join({"sklearn", "scipy", "pandas"} & sys.modules.keys()) or 0)
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
 def test_the_training_process_never_loads_mlflow():
     assert "mlflow" not in loaded_after_importing(["tasks", "roll_core.roles"])
 
