@@ -21,5 +21,5 @@ def export(run_id: str, iteration: int, store: str, folder: str) -> Receipt:
     with tempfile.TemporaryDirectory(prefix="roll-export-") as scratch:
         leg_dir = Path(scratch) / "leg"
         leg_dir.mkdir()
-        with Fleet(run, read_config(run), leg_dir) as fleet:
+        with Fleet(run, read_config(run).to_learn_only, leg_dir) as fleet:
             return write_export(chain[: iteration + 1], there, Path(folder), fleet)

@@ -22,5 +22,5 @@ def replay(run_id: str, iteration: int, store: str) -> Replayed:
     with tempfile.TemporaryDirectory(prefix="roll-replay-") as folder:
         leg_dir = Path(folder) / "leg"
         leg_dir.mkdir()
-        with Fleet(run, read_config(run), leg_dir) as fleet:
+        with Fleet(run, read_config(run).to_learn_only, leg_dir) as fleet:
             return replay_task(chain, iteration, there, fleet)

@@ -8,7 +8,7 @@ from pydantic import NonNegativeInt, PositiveInt, model_validator
 from roll_core.config.agreement import AgreementAction
 from roll_core.config.algorithm import AlgorithmConfig, Grpo
 from roll_core.config.base import Section
-from roll_core.config.inference import InferenceConfig, TorchInference, VllmInference
+from roll_core.config.inference import InferenceConfig, RehearsalInference, TorchInference, VllmInference
 from roll_core.config.layout import LayoutConfig
 from roll_core.config.model import ModelConfig, ScratchModel
 from roll_core.config.nodes import NodesConfig
@@ -123,6 +123,13 @@ class RunConfig(Section):
         agreement = self.training.agreement
         corrects = agreement is not None and agreement.action is AgreementAction.CORRECT
         return self.algorithm.corrected if corrects else self.algorithm
+
+    @property
+    def to_learn_only(self) -> "RunConfig":
+        """The same for roles that learn from what is stored, and generate nothing: one engine, which has no model."""
+        no_model = RehearsalInference(seconds_per_token=1.0, median_tokens=1, sigma=0.0)
+        placement = self.placement.model_copy(update={"engines": self.placement.engines[:1]})
+        return self.model_copy(update={"inference": no_model, "placement": placement})
 
     @model_validator(mode="after")
     def _name_is_a_plain_word(self):

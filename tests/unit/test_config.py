@@ -9,7 +9,7 @@ from roll_core.config.model import PretrainedModel
 from roll_core.config.policy_update import Signal
 from roll_core.config.run import flat_config
 from roll_core.errors import UserError
-from tests.support import ROOT
+from tests.support import ROOT, tiny_config
 
 RUN_FILES = sorted((ROOT / "configs/runs").glob("*.yaml"))
 
@@ -229,3 +229,15 @@ def test_an_algorithm_that_corrects_stays_as_it_is(kind):
     settings = [f"algorithm={{kind: {kind}}}", "training.agreement.action=correct"]
     config = load_config(ROOT / "configs/runs/quickstart.yaml", settings)
     assert config.algorithm_in_disagreement is config.algorithm
+
+
+def test_roles_that_only_learn_have_one_engine_and_that_holds_no_model(tmp_path):
+    placement = {"trainer": [0], "engines": "1-2"}
+    inference = {"kind": "vllm", "tensor_parallel": 2}
+    config = tiny_config(tmp_path, cluster={"devices_per_node": 3}, placement=placement, inference=inference)
+    learning = config.to_learn_only
+    assert (config.engine_devices, learning.engine_devices) == ([(1, 2)], [(1,)])
+    assert learning.inference.kind == "rehearsal"
+    differ = {name for name in type(config).model_fields if getattr(config, name) != getattr(learning, name)}
+    assert differ == {"inference", "placement"}
+    assert learning.placement.trainer == config.placement.trainer
