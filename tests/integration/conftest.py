@@ -1,7 +1,10 @@
 """Real runs: the `roll` command in a folder of its own, with a real Prefect, Ray, store and MLflow behind it."""
 
+import contextlib
+import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,8 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
+from flows import cli
 from flows.control_plane import QUIET, embedded_server
+from roll_core.errors import UserError
 from roll_core.store.checkpoints import checkpoints_of
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.runs import read_chain
@@ -32,7 +38,12 @@ rollout: {{num_groups: 4, group_size: 4, max_new_tokens: 5}}
 training: {{optimizer: {{learning_rate: 1.0e-3}}}}
 evaluation: {{every: 2, num_problems: 8}}
 checkpoint: {{every: 3}}
+tracking: {{uri: "{tracking}"}}
 """
+
+MLFLOW_DATABASE = "mlflow.db"
+REHEARSED = ("--set", "inference={kind: rehearsal, seconds_per_token: 0.02, median_tokens: 5, sigma: 0}")
+"""Random tokens from an engine without a model, which starts sooner: for what does not depend on tokens."""
 
 
 def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = 180.0) -> None:
@@ -49,7 +60,8 @@ class Workspace:
         self.folder = folder
         self.environment = environment
         self.config = folder / "tiny.yaml"
-        self.config.write_text(TINY_RUN.format(root=ROOT))
+        self.tracking = f"sqlite:///{folder}/{MLFLOW_DATABASE}"
+        self.config.write_text(TINY_RUN.format(root=ROOT, tracking=self.tracking))
         self._newest: subprocess.Popen[str] | None = None
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
@@ -78,6 +90,16 @@ class Workspace:
     def roll(self, *arguments: str, deadline_s: float = 300.0) -> subprocess.CompletedProcess[str]:
         """Run a command to its end; stdout and stderr together."""
         return self._finish(self.start(*arguments), deadline_s)
+
+    def refused(self, *arguments: str) -> str:
+        """The one line of a command that refuses what it is asked, before it starts anything: in this process, which has
+        imported what it needs."""
+        said = io.StringIO()
+        with contextlib.chdir(self.folder), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            assert cli.main(arguments) == UserError.exit_code, said.getvalue()
+        (line,) = said.getvalue().splitlines()
+        assert line.startswith("roll: ")
+        return line
 
     def roll_with(self, fault: str, *arguments: str, deadline_s: float = 300.0) -> subprocess.CompletedProcess[str]:
         return self._finish(self.start_with(fault, *arguments), deadline_s)
@@ -148,10 +170,23 @@ def prefect_server(newcomer, prefect_home) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def new_workspace(tmp_path_factory, newcomer, prefect_server) -> Callable[[str], Workspace]:
+def mlflow_database(tmp_path_factory) -> Path:
+    """One that nobody has logged to: making its tables takes longer than all that a short run logs."""
+    database = tmp_path_factory.mktemp("mlflow") / MLFLOW_DATABASE
+    MlflowClient(f"sqlite:///{database}").search_experiments()
+    return database
+
+
+@pytest.fixture(scope="session")
+def new_workspace(tmp_path_factory, newcomer, prefect_server, mlflow_database) -> Callable[[str], Workspace]:
     """For runs that several tests look at."""
-    environment = newcomer | QUIET | {"PREFECT_API_URL": prefect_server}
-    return lambda name: Workspace(tmp_path_factory.mktemp(name), dict(environment))
+
+    def make(name: str) -> Workspace:
+        folder = tmp_path_factory.mktemp(name)
+        shutil.copyfile(mlflow_database, folder / MLFLOW_DATABASE)
+        return Workspace(folder, newcomer | QUIET | {"PREFECT_API_URL": prefect_server})
+
+    return make
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import Workspace
+from tests.integration.conftest import REHEARSED, Workspace
 
 TWO_ENGINES = [
     *("--set", "cluster={devices_per_node: 3, threads_per_device: 1}"),
@@ -45,7 +45,8 @@ def test_a_killed_engine_is_replaced_and_trajectories_wait_for_a_reward_service_
 
 
 def test_an_update_that_fails_twice_in_the_same_way_stops_the_run_and_its_rollout_is_used_later(workspace):
-    stopped = workspace.roll_with("FailingTrainer", "run", str(workspace.config), "--set", "legs.max_failures=9")
+    settings = (*REHEARSED, "--set", "legs.max_failures=9")
+    stopped = workspace.roll_with("FailingTrainer", "run", str(workspace.config), *settings)
     assert stopped.returncode == 1, stopped.stdout
     says = "tiny-1 stopped at iteration 1: two legs in a row failed in the same way: ValueError: loss is not finite (log: "
     assert f"roll: {says}" in stopped.stdout

@@ -5,11 +5,11 @@ import signal
 
 from mlflow import MlflowClient
 
-from tests.integration.conftest import wait_until
+from tests.integration.conftest import REHEARSED, wait_until
 
 
 def committed_runs(workspace):
-    client = MlflowClient(f"sqlite:///{workspace.folder}/roll-data/mlflow.db")
+    client = MlflowClient(workspace.tracking)
     return client, client.search_runs([client.get_experiment_by_name("roll").experiment_id])
 
 
@@ -21,13 +21,13 @@ def test_a_killed_run_says_how_to_resume_and_finishes_as_one_run_though_its_last
     workspace,
 ):
     """A trainer that dies leaves a collected iteration behind that no manifest names, and a kept answer that names it."""
-    settings = ("--set", "iterations=20", "--set", "checkpoint.every=9", "--set", "legs.max_failures=0")
+    settings = (*REHEARSED, "--set", "iterations=12", "--set", "checkpoint.every=9", "--set", "legs.max_failures=0")
     process = workspace.start("run", str(workspace.config), *settings)
     workspace.wait_for_iteration(4)
     os.kill(workspace.pid_of("trainer rank 0"), signal.SIGKILL)
     output, _ = process.communicate(timeout=120)
     before = workspace.chain()
-    assert 4 <= before[-1].iteration < 20, "the run was over before it could be killed"
+    assert 4 <= before[-1].iteration < 12, "the run was over before it could be killed"
     assert process.returncode == 1
     assert "trainer rank 0 died" in output, output
     assert "roll resume tiny-1" in output
@@ -44,7 +44,7 @@ def test_a_killed_run_says_how_to_resume_and_finishes_as_one_run_though_its_last
     assert resumed.returncode == 0, resumed.stdout
     after = workspace.chain()
     assert after[: len(before)] == before
-    assert [m.iteration for m in after] == list(range(21))
+    assert [m.iteration for m in after] == list(range(13))
     assert {m.leg for m in after} == {1, 2}
     for manifest in after:
         for artifact in manifest.artifacts:
@@ -52,11 +52,11 @@ def test_a_killed_run_says_how_to_resume_and_finishes_as_one_run_though_its_last
     assert statuses(workspace) == ["FINISHED"]
     client, runs = committed_runs(workspace)
     history = client.get_metric_history(runs[0].info.run_id, "reward/mean")
-    assert sorted({point.step for point in history}) == list(range(1, 21))
+    assert sorted({point.step for point in history}) == list(range(1, 13))
 
 
 def test_ctrl_c_leaves_a_resumable_run_and_says_how(workspace):
-    process = workspace.start("run", str(workspace.config), "--set", "iterations=200")
+    process = workspace.start("run", str(workspace.config), *REHEARSED, "--set", "iterations=200")
     workspace.wait_for_iteration(2)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=180)

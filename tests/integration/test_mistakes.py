@@ -5,14 +5,6 @@ import socket
 import pytest
 
 
-def assert_refused(done, says: str) -> None:
-    lines = done.stdout.strip().splitlines()
-    assert done.returncode == 2, done.stdout
-    assert len(lines) == 1, done.stdout
-    assert lines[0].startswith("roll: ")
-    assert says in lines[0]
-
-
 @pytest.mark.parametrize("command", ["run", "plan"])
 @pytest.mark.parametrize(
     ("setting", "says"),
@@ -22,22 +14,26 @@ def assert_refused(done, says: str) -> None:
     ],
 )
 def test_a_bad_setting(workspace, command, setting, says):
-    assert_refused(workspace.roll(command, str(workspace.config), "--set", setting), says)
+    done = workspace.roll(command, str(workspace.config), "--set", setting)
+    assert done.returncode == 2, done.stdout
+    (line,) = done.stdout.strip().splitlines()
+    assert line.startswith("roll: ")
+    assert says in line
     assert not (workspace.folder / "roll-data").exists()
 
 
 def test_a_missing_config(workspace):
-    assert_refused(workspace.roll("run", "tinny.yaml"), "tinny.yaml; did you mean")
+    assert "tinny.yaml; did you mean" in workspace.refused("run", "tinny.yaml")
 
 
 def test_a_missing_problem_file(workspace):
     settings = ["--set", "problems={kind: jsonl, train: nowhere.jsonl, held_out: nowhere.jsonl}"]
-    assert_refused(workspace.roll("run", str(workspace.config), *settings), "problems.train: no such file")
+    assert "problems.train: no such file" in workspace.refused("run", str(workspace.config), *settings)
 
 
 def test_a_missing_table(workspace):
     settings = ["--set", "problems={kind: dataset, train: nowhere, held_out: nowhere}"]
-    assert_refused(workspace.roll("run", str(workspace.config), *settings), "problems.train: no tables in")
+    assert "problems.train: no tables in" in workspace.refused("run", str(workspace.config), *settings)
 
 
 @pytest.mark.parametrize(
@@ -52,13 +48,12 @@ def test_a_missing_table(workspace):
     ],
 )
 def test_problems_and_rewards_that_cannot_be(workspace, settings, says):
-    done = workspace.roll("run", str(workspace.config), *(part for s in settings for part in ("--set", s)))
-    assert_refused(done, says)
+    assert says in workspace.refused("run", str(workspace.config), *(part for s in settings for part in ("--set", s)))
 
 
 def test_a_missing_model(workspace):
     settings = ["--set", "model={kind: pretrained, path: /nowhere, max_positions: 64}"]
-    assert_refused(workspace.roll("run", str(workspace.config), *settings), "model.path: no Hugging Face model in /nowhere")
+    assert "model.path: no Hugging Face model in /nowhere" in workspace.refused("run", str(workspace.config), *settings)
 
 
 @pytest.mark.parametrize(
@@ -80,41 +75,40 @@ def test_a_missing_model(workspace):
     ],
 )
 def test_an_algorithm_that_cannot_be(workspace, settings, says):
-    done = workspace.roll("run", str(workspace.config), *(part for s in settings for part in ("--set", s)))
-    assert_refused(done, says)
+    assert says in workspace.refused("run", str(workspace.config), *(part for s in settings for part in ("--set", s)))
 
 
 def test_a_prompt_that_cannot_fit(workspace):
-    done = workspace.roll("run", str(workspace.config), "--set", "problems.digits=30")
-    assert_refused(done, "model.max_positions (32) is too small for problem sort/held-out/0: its prompt has 31 tokens")
+    said = workspace.refused("run", str(workspace.config), "--set", "problems.digits=30")
+    assert "model.max_positions (32) is too small for problem sort/held-out/0: its prompt has 31 tokens" in said
 
 
 def test_devices_this_machine_does_not_have(workspace):
-    done = workspace.roll("run", str(workspace.config), "--set", "cluster.nodes=2")
-    assert_refused(done, "cluster.nodes (2) must be 1 with legs.launcher.kind local")
+    said = workspace.refused("run", str(workspace.config), "--set", "cluster.nodes=2")
+    assert "cluster.nodes (2) must be 1 with legs.launcher.kind local" in said
 
 
 def test_a_store_nobody_can_open(workspace):
-    done = workspace.roll("run", str(workspace.config), "--set", "store.uri=nowhere://x")
-    assert_refused(done, "store.uri: nowhere://x cannot be opened")
+    said = workspace.refused("run", str(workspace.config), "--set", "store.uri=nowhere://x")
+    assert "store.uri: nowhere://x cannot be opened" in said
 
 
 def test_an_unwritable_store(workspace):
     (workspace.folder / "in-the-way").write_text("")
-    settings = ["--set", "store.uri=in-the-way/store"]
-    assert_refused(workspace.roll("run", str(workspace.config), *settings), "store.uri: cannot write to")
+    said = workspace.refused("run", str(workspace.config), "--set", "store.uri=in-the-way/store")
+    assert "store.uri: cannot write to" in said
 
 
 def test_an_unknown_run(workspace):
-    assert_refused(workspace.roll("resume", "tiny-7"), "there is no run 'tiny-7'")
-    assert_refused(workspace.roll("show", "tiny-7"), "there is no run 'tiny-7'")
+    assert "there is no run 'tiny-7'" in workspace.refused("resume", "tiny-7")
+    assert "there is no run 'tiny-7'" in workspace.refused("show", "tiny-7")
 
 
 def test_a_busy_port(workspace):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = workspace.roll("up", "--prefect-port", str(port))
-    assert_refused(done, f"--prefect-port: port {port} is in use: stop what uses it, or give another --prefect-port")
+        said = workspace.refused("up", "--prefect-port", str(port))
+    assert f"--prefect-port: port {port} is in use: stop what uses it, or give another --prefect-port" in said
 
 
 def test_plan_touches_nothing_and_says_what_would_run(workspace):

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from roll_core.models.packaged import PACKAGED, PackagedModel, packaged_file
 from tests.integration.conftest import Workspace
-from tests.integration.test_mistakes import assert_refused
 
 NAME = "smollm2-135m"
 FOLDER = f"roll-data/models/{NAME}"
@@ -108,16 +107,13 @@ def test_a_package_that_is_not_installed_is_fetched_without_what_it_depends_on(t
 def test_what_cannot_be_imported_is_one_sentence_and_leaves_nothing(workspace, arguments, says):
     (workspace.folder / "tiny.yaml.gguf").write_text("not a model")
     before = sorted(workspace.folder.iterdir())
-    assert_refused(workspace.roll("models", "import", *arguments), says)
+    assert says in workspace.refused("models", "import", *arguments)
     left = {path for path in workspace.folder.rglob("*") if path.is_file()}
     assert left == set(before)
 
 
 def test_a_run_without_its_model_says_how_to_have_it(workspace):
-    done = workspace.roll(
-        "run", str(workspace.config), "--set", f"model={{kind: pretrained, path: {FOLDER}, max_positions: 64}}"
-    )
+    wanted = f"model={{kind: pretrained, path: {FOLDER}, max_positions: 64}}"
+    said = workspace.refused("run", str(workspace.config), "--set", wanted)
     folder = workspace.folder / FOLDER
-    assert_refused(
-        done, f"model.path: no Hugging Face model in {folder} (config.json is missing): roll models import {NAME}"
-    )
+    assert f"model.path: no Hugging Face model in {folder} (config.json is missing): roll models import {NAME}" in said

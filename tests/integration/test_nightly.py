@@ -28,7 +28,7 @@ class Nights:
         self.first = workspace.roll("nightly", "nightly.yaml")
         self.second = workspace.roll("nightly", "nightly.yaml")
         self.third = workspace.roll("nightly", "nightly.yaml", "--set", PLANTED)
-        self.tracking = TrackingConfig(uri=f"sqlite:///{workspace.folder}/roll-data/mlflow.db")
+        self.tracking = TrackingConfig(uri=workspace.tracking)
 
     def accepted(self) -> list[str]:
         return [run.run_id for run in Baselines(self.tracking).accepted("tiny")]

@@ -3,6 +3,7 @@
 import pytest
 
 from roll_core.store.rollouts import decode_trajectories
+from tests.integration.conftest import REHEARSED
 
 GYM = [
     "problems={kind: reasoning_gym, tasks: [{name: chain_sum, params: {max_terms: 2, max_digits: 1}}]}",
@@ -13,7 +14,7 @@ GYM = [
 @pytest.mark.parametrize(("settings", "reward"), [(GYM, "reasoning_gym"), ([], "math_verify")])
 def test_every_trajectory_of_a_run_is_graded(workspace, settings, reward):
     overrides = [*settings, f"reward={{kind: {reward}}}", "iterations=2", "warm_start=null", "evaluation.num_problems=4"]
-    done = workspace.roll("run", str(workspace.config), *(part for o in overrides for part in ("--set", o)))
+    done = workspace.roll("run", str(workspace.config), *REHEARSED, *(part for o in overrides for part in ("--set", o)))
     assert done.returncode == 0, done.stdout
     for manifest in workspace.chain()[1:]:
         trajectories = decode_trajectories(workspace.store.get(manifest.collected.trajectories))

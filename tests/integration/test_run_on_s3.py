@@ -5,7 +5,7 @@ import signal
 
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.runs import read_chain
-from tests.integration.conftest import wait_until
+from tests.integration.conftest import REHEARSED, wait_until
 
 
 def test_a_run_on_s3_survives_an_outage_of_the_store_and_a_killed_trainer(workspace, s3_server):
@@ -16,9 +16,8 @@ def test_a_run_on_s3_survives_an_outage_of_the_store_and_a_killed_trainer(worksp
     def reached(iteration: int) -> bool:
         return len(read_chain(store, "tiny-1")) > iteration
 
-    process = workspace.start(
-        "run", str(workspace.config), "--set", f"store.uri={uri}", "--set", "iterations=16", "--set", "checkpoint.every=5"
-    )
+    settings = (*REHEARSED, "--set", f"store.uri={uri}", "--set", "iterations=12", "--set", "checkpoint.every=5")
+    process = workspace.start("run", str(workspace.config), *settings)
     wait_until(lambda: reached(2), "iteration 2 is committed")
     s3_server.kill()
     s3_server.start()
@@ -27,7 +26,7 @@ def test_a_run_on_s3_survives_an_outage_of_the_store_and_a_killed_trainer(worksp
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
     chain = read_chain(store, "tiny-1")
-    assert [m.iteration for m in chain] == list(range(17))
+    assert [m.iteration for m in chain] == list(range(13))
     assert {m.leg for m in chain} == {1, 2}
-    replayed = workspace.roll("replay", "tiny-1@16", "--store", uri)
+    replayed = workspace.roll("replay", "tiny-1@12", "--store", uri)
     assert replayed.returncode == 0, replayed.stdout
