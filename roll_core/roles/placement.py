@@ -47,12 +47,10 @@ def reserve_devices(config: RunConfig) -> Devices:
     group = placement_group(
         [{resource: len(devices), node_resource(cluster.node_of(devices[0])): len(devices)} for devices in bundles]
     )
-    try:
-        ray.get(group.ready(), timeout=deadline_s)
-    except ray.exceptions.GetTimeoutError:
+    if not group.wait(deadline_s):  # `ready` would ask by a task, for which a process has to start
         have = int(ray.cluster_resources().get(resource, 0))
         raise DeadlineExceeded(
             f"cluster.devices_per_node x cluster.nodes asks for {cluster.num_devices} {resource} devices; "
             f"Ray found {have} within {deadline_s:.0f} s (deadlines.start)"
-        ) from None
+        )
     return Devices(group, cluster.device, config.placement.shared, bundles)
