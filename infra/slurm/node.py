@@ -239,6 +239,8 @@ def _head(shape: NodeShape, seat: Seat, scratch: Path) -> Iterator[tuple[subproc
     for _ in range(STARTS):
         port = _free_port(seat.address)
         options = ["--head", f"--port={port}", f"--ray-client-server-port={_free_port(seat.address)}"]
+        # Nobody needs an autoscaler, nor what roles print at the driver: each is a process that imports Ray while others do.
+        options += ["--no-monitor", "--include-log-monitor=false"]
         # Ray's default niceness of 15 starves roles on a machine that does anything else: seen to slow training thirtyfold.
         options += ["--include-dashboard=false", '--system-config={"worker_niceness": 0}']
         with _ray(shape, leg_resources(seat.rank, shape.devices), seat, scratch, options) as head:
@@ -269,7 +271,8 @@ def _driver(leg: bytes, seat: Seat, scratch: Path) -> Iterator[tuple[SpawnProces
 
 def _drive(leg: bytes, job_id: str, scratch: Path, talk: Connection) -> None:
     run_leg = cloudpickle.loads(leg)
-    place = LegPlace(ends_at=EndTime(job_id), ray_address=talk.recv(), scratch=scratch)
+    # The leg starts what else it needs while Ray's head does, and asks again when it starts roles anew.
+    place = LegPlace(ends_at=EndTime(job_id), ray_address=functools.cache(talk.recv), scratch=scratch)
     talk.send(run_leg(place))
 
 
