@@ -341,8 +341,8 @@ def sbatch_command(options: argparse.Namespace) -> int:
 
 
 def leg_command(options: argparse.Namespace) -> int:
+    from flows.leg_process import run_train_leg
     from flows.rlvr import next_leg, should_follow
-    from flows.train_leg import run_train_leg
     from roll_core.config.load import load_config
     from roll_core.types.leg import LegEnding
     from tasks.legs import CHAINED, join_leg_here, run_leg_here

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ import threading
 import time
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from roll_core.errors import DeadlineExceeded
@@ -41,6 +42,9 @@ def leave_soon(exit_code: int) -> None:
     farewell.daemon = True
     farewell.start()
 
+
+_COMPLETE_DATABASE = {"PREFECT_API_DATABASE_MIGRATE_ON_START": "false", "PREFECT_API_BLOCKS_REGISTER_ON_START": "false"}
+"""A copy of a database that a server of the same version has made needs neither: one to two seconds of a processor."""
 
 EMBEDDED = "ROLL_EMBEDDED_PREFECT"
 """Set, beside PREFECT_API_URL, while that is the address of an embedded server."""
@@ -71,23 +75,28 @@ def prefect_api(log_dir: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def own_api(log_dir: Path, home: Path, template: Path) -> Iterator[None]:
+def own_api(log_dir: Path, home: Path, template: Path) -> Iterator[Callable[[], None]]:
     """A Prefect server for this process alone, of which nothing is left: for a leg on a node that reaches no other.
 
-    What takes longest is the first start, which makes the database: `template`, on a disk that other legs share, keeps one.
+    It is on its way when the block begins, for Prefect to be imported meanwhile; call what the block is given before the
+    server is needed. What takes longest is the first start, which makes the database: `template`, on a disk that other legs
+    share, keeps one.
     """
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
+    assert "prefect" not in sys.modules, "Prefect reads its settings when it is imported"
     database = home / "prefect.db"
-    if template.exists():
-        shutil.copyfile(template, database)
     environment = os.environ | QUIET | {"PREFECT_HOME": str(home)}
-    with embedded_server(log_dir, environment) as url:
-        if not template.exists():
-            _copy_database(database, template)
+    if is_warm := template.exists():
+        shutil.copyfile(template, database)
+        environment |= _COMPLETE_DATABASE
+    with _starting_server(log_dir, environment) as (url, wait_until_up):
         os.environ["PREFECT_API_URL"] = url
-        with temporary_settings({PREFECT_API_URL: url}):
-            yield
+
+        def wait() -> None:
+            wait_until_up()
+            if not is_warm:
+                _copy_database(database, template)
+
+        yield wait
 
 
 def _copy_database(database: Path, copy: Path) -> None:
@@ -101,6 +110,14 @@ def _copy_database(database: Path, copy: Path) -> None:
 @contextlib.contextmanager
 def embedded_server(log_dir: Path, environment: dict[str, str]) -> Iterator[str]:
     """The address of a Prefect server of our own, that lives as long as the block."""
+    with _starting_server(log_dir, environment) as (url, wait_until_up):
+        wait_until_up()
+        yield url
+
+
+@contextlib.contextmanager
+def _starting_server(log_dir: Path, environment: dict[str, str]) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The same, on its way: its address, and how to wait until it answers there."""
     port = free_port()
     log_dir.mkdir(parents=True, exist_ok=True)
     log_file = log_dir / "prefect-server.log"
@@ -110,8 +127,7 @@ def embedded_server(log_dir: Path, environment: dict[str, str]) -> Iterator[str]
     environment |= {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
     with background_process(command, environment, log_file) as server:
         url = f"http://127.0.0.1:{port}/api"
-        wait_until_healthy(server, url, log_file)
-        yield url
+        yield url, functools.partial(wait_until_healthy, server, url, log_file)
 
 
 @contextlib.contextmanager

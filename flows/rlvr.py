@@ -10,7 +10,7 @@ from prefect import flow, get_run_logger
 from prefect.context import serialize_context
 
 from flows.control_plane import is_embedded
-from flows.train_leg import run_train_leg
+from flows.leg_process import run_train_leg
 from roll_core.config.launcher import LocalLauncher, SlurmLauncher
 from roll_core.config.run import RunConfig
 from roll_core.config.services import LegsConfig

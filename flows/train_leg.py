@@ -1,23 +1,17 @@
 """The inner flow: one leg, one Ray cluster, one iteration after another until the run is done or the leg is."""
 
-import contextlib
 import logging
 import shutil
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import prefect
 from httpx import TransportError
 from prefect import flow
-from prefect.context import hydrated_context
 
-from flows.control_plane import leave_soon, own_api
+from flows.control_plane import leave_soon
 from roll_core.config.run import RunConfig, flat_config
 from roll_core.errors import ArtifactDamaged, RoleDied
-from roll_core.reporting.stage_log import StageLog
 from roll_core.store.fork import lineage
 from roll_core.store.runs import read_chain, read_config, store_of
 from roll_core.tracking.spool import RunStatus
@@ -131,28 +125,26 @@ def is_due(updated: Updated, every: int, config: RunConfig) -> bool:
     return updated.iteration % every == 0 or updated.iteration == config.iterations
 
 
-def run_train_leg(run: RunRef, leg: int, context: dict[str, Any] | None, place: LegPlace) -> LegEnded:
-    """What a leg's process runs: the flow, as a child of the flow that launched it, or by a Prefect server of its own where
-    that one cannot be reached; failures become an answer."""
+def answer_of_leg(run: RunRef, leg: int, place: LegPlace) -> LegEnded:
+    """How a leg ended, by the Prefect server that is set: the flow's answer; failures become one, too."""
     scratch = run_dir(run, read_config(run))
     if not any(manifest.run_id == run.run_id for manifest in read_chain(store_of(run), run.run_id)):
         # Scratch of a run of the same name in another store, or in one since deleted.
         for folder in ("stage-cache", "spool"):
             shutil.rmtree(scratch / folder, ignore_errors=True)
-    with control_plane(run, leg, context, place):
-        try:
-            return train_on(run, leg, place, scratch / "stage-cache")
-        except TransportError as error:
-            # Of Prefect's client. If the body of the flow came to its end, all that is missing is that the server knows.
-            return finished_leg(run, leg) or leg_failed(run, leg, error)
-        except Exception as error:
-            traceback.print_exc()  # the answer is one line; the leg's log has the rest
-            if isinstance(error, ArtifactDamaged):
-                # A kept answer may name rollouts that were collected as garbage before they were committed: make it again.
-                shutil.rmtree(scratch / "stage-cache", ignore_errors=True)
-            return leg_failed(run, leg, error)
-        finally:
-            leave_soon(exit_code=0)
+    try:
+        return train_on(run, leg, place, scratch / "stage-cache")
+    except TransportError as error:
+        # Of Prefect's client. If the body of the flow came to its end, all that is missing is that the server knows.
+        return finished_leg(run, leg) or leg_failed(run, leg, error)
+    except Exception as error:
+        traceback.print_exc()  # the answer is one line; the leg's log has the rest
+        if isinstance(error, ArtifactDamaged):
+            # A kept answer may name rollouts that were collected as garbage before they were committed: make it again.
+            shutil.rmtree(scratch / "stage-cache", ignore_errors=True)
+        return leg_failed(run, leg, error)
+    finally:
+        leave_soon(exit_code=0)
 
 
 def train_on(run: RunRef, leg: int, place: LegPlace, stage_cache: Path) -> LegEnded:
@@ -169,23 +161,6 @@ def train_on(run: RunRef, leg: int, place: LegPlace, stage_cache: Path) -> LegEn
                 raise
             log.warning("leg %d: %s; its roles are started again", leg, error)
             time.sleep(RAY_NOTICES_S)
-
-
-@contextlib.contextmanager
-def control_plane(run: RunRef, leg: int, context: dict[str, Any] | None, place: LegPlace) -> Iterator[None]:
-    """The Prefect server that a leg reports to."""
-    if context is not None:
-        with hydrated_context(context):
-            yield
-        return
-    assert place.scratch is not None, "a leg on this machine reaches the server of whoever launched it"
-    work_dir = Path(read_config(run).work_dir)
-    leg_dir, template = work_dir / run.run_id / f"leg-{leg}", work_dir / f"prefect-{prefect.__version__}.db"
-    leg_dir.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        with StageLog(leg_dir).stage("prefect"):
-            stack.enter_context(own_api(leg_dir, place.scratch, template))
-        yield
 
 
 def finished_leg(run: RunRef, leg: int) -> LegEnded | None:

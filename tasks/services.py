@@ -25,6 +25,8 @@ from tasks.winding_up import LegTime
 if TYPE_CHECKING:
     from roll_core.roles.fleet import Fleet
 
+RAY = "ray"
+"""A stage of the start: waiting for Ray's head."""
 LEASE_WAIT_S = 30.0
 """How long a new leg waits for the previous one on this machine to be gone."""
 
@@ -65,11 +67,18 @@ def open_services(run: RunRef, leg: int, place: LegPlace) -> Iterator[Services]:
     with _lease(run, config), tracking(run, config) as tracker, contextlib.ExitStack() as stack:
         _clear_scratch(run_dir(run, config))
         with stage_log.stage(START), _remembering_unfit_nodes(run, leg):
-            fleet = stack.enter_context(Fleet(run, config, leg_dir, place.ray_address))
+            fleet = stack.enter_context(Fleet(run, config, leg_dir, _ray_address(place, stage_log)))
         stack.enter_context(leg_time.listening())
         tracker.set_tags({"roll.leg": str(leg), MACHINE_TAG: machine_kind(), VERSIONS_TAG: library_versions()})
         settle()
         yield Services(run, config, leg, store_of(run), fleet, tracker, stage_log, leg_time)
+
+
+def _ray_address(place: LegPlace, stage_log: StageLog) -> str | None:
+    if place.ray_address is None:
+        return None
+    with stage_log.stage(RAY):
+        return place.ray_address()
 
 
 @contextlib.contextmanager

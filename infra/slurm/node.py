@@ -97,6 +97,11 @@ class Seat:
     def token(self) -> Path:
         return token_of(self.meeting)
 
+    @property
+    def over(self) -> Path:
+        """There once the first node is done, also if no head ever came up for the others to miss."""
+        return self.meeting.with_suffix(".over")
+
 
 def token_of(meeting: Path) -> Path:
     """Without which nobody gets a word from the Ray whose nodes meet there."""
@@ -208,6 +213,7 @@ def _lead(leg: bytes, shape: NodeShape, seat: Seat, scratch: Path) -> NodeReport
     except RayLost as error:
         return NodeReport(None, str(error), signals.came, (seat.node,))
     finally:
+        seat.over.touch()
         seat.meeting.unlink(missing_ok=True)
         _wait_for_the_others(seat)
         for note in seat.folder.glob(f"{seat.meeting.stem}.*"):
@@ -240,6 +246,8 @@ def _head(shape: NodeShape, seat: Seat, scratch: Path) -> Iterator[tuple[subproc
     for _ in range(STARTS):
         port = _free_port(seat.address)
         options = ["--head", f"--port={port}", f"--ray-client-server-port={_free_port(seat.address)}"]
+        # Nobody needs an autoscaler, nor what roles print at the driver: each is a process that imports Ray while others do.
+        options += ["--no-monitor", "--include-log-monitor=false"]
         # Ray's default niceness of 15 starves roles on a machine that does anything else: seen to slow training thirtyfold.
         options += ["--include-dashboard=false", '--system-config={"worker_niceness": 0}']
         with _ray(shape, leg_resources(seat.rank, shape.devices), seat, scratch, options) as head:
@@ -270,7 +278,8 @@ def _driver(leg: bytes, seat: Seat, scratch: Path) -> Iterator[tuple[SpawnProces
 
 def _drive(leg: bytes, job_id: str, scratch: Path, talk: Connection) -> None:
     run_leg = cloudpickle.loads(leg)
-    place = LegPlace(ends_at=EndTime(job_id), ray_address=talk.recv(), scratch=scratch)
+    # The leg starts what else it needs while Ray's head does, and asks again when it starts roles anew.
+    place = LegPlace(ends_at=EndTime(job_id), ray_address=functools.cache(talk.recv), scratch=scratch)
     talk.send(run_leg(place))
 
 
@@ -302,7 +311,9 @@ class _Signals:
 def _follow(shape: NodeShape, seat: Seat, scratch: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # the first node says when it is over
-    head = _wait_for_head(seat)
+    head = wait_for_head(seat)
+    if head is None:
+        return
     start_ray = functools.partial(_ray, shape, leg_resources(seat.rank, shape.devices), seat, scratch)
     try:
         _stay(seat, head, start_ray, leave=threading.Event())
@@ -341,9 +352,12 @@ def _find_head(run_folder: Path, seat: Seat, leave: threading.Event) -> Head | N
     return None
 
 
-def _wait_for_head(seat: Seat) -> Head:
+def wait_for_head(seat: Seat) -> Head | None:
+    """The head of the leg, once it is up; None if the first node has given up before."""
     ends_at = time.monotonic() + MEETING_DEADLINE_S
     while time.monotonic() < ends_at:
+        if seat.over.exists():
+            return None
         with contextlib.suppress(OSError):
             return _read_head(seat.meeting)
         time.sleep(FOLLOWER_LOOK_S)

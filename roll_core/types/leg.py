@@ -56,7 +56,8 @@ class LegPlace:
 
     ends_at: Callable[[], float]
     """When the allocation ends, in seconds since the epoch; it may be moved while the leg runs."""
-    ray_address: str | None = None
-    """Of the Ray cluster that was started for this leg on all of its nodes; null if it starts one, on this machine."""
+    ray_address: Callable[[], str] | None = None
+    """Of the Ray cluster that is started for this leg on all of its nodes, once its head is up; null if the leg starts one,
+    on this machine."""
     scratch: Path | None = None
     """A folder on a disk of this node that goes with the leg; null if there is none."""

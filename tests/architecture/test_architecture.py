@@ -61,6 +61,12 @@ sys.exit(", ".join({"sklearn", "scipy", "pandas"} & sys.modules.keys()) or 0)
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
+def test_a_leg_begins_before_prefect_is_imported():
+    """Its own server starts meanwhile, and Prefect reads the address when it is imported."""
+    program = "import sys, flows.cli, flows.leg_process; sys.exit('prefect' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
 def test_the_training_process_never_loads_mlflow():
     assert "mlflow" not in loaded_after_importing(["tasks", "roll_core.roles"])
 

@@ -112,7 +112,7 @@ class FailingTrainer(TrainerRank):
 
 def run_faulty_leg(run: RunRef, leg: int, context: dict[str, Any] | None, place: LegPlace) -> LegEnded:
     """A leg with the roles above; the reward's service is back in the second one."""
-    from flows.train_leg import run_train_leg
+    from flows.leg_process import run_train_leg
 
     faults = os.environ[FAULTS].split(",")
     engines = {"DyingEngine": DyingEngine, "UnreliableReceiver": UnreliableReceiver}
