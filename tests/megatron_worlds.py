@@ -19,6 +19,7 @@ from roll_core.algorithms.catalog import build_algorithm
 from roll_core.batching.micro_batch import MicroBatch
 from roll_core.batching.packing import PackingLimits
 from roll_core.config.algorithm import AlgorithmConfig, Grpo, Gspo
+from roll_core.config.experts import ExpertsConfig
 from roll_core.config.layout import LayoutConfig
 from roll_core.config.model import Architecture, ScratchModel
 from roll_core.config.policy_update import Aggregation, KlLossConfig, RatioLevel
@@ -59,12 +60,14 @@ class Case:
     packing: Packing = Packing.SHARED_PROMPTS
     recomputes: bool = False
     loaded_under: LayoutConfig | None = None
+    experts: ExpertsConfig | None = None
 
     @property
     def name(self) -> str:
         parts = [self.model, _short(self.layout), {"none": "padded", "rows": "packed"}.get(self.packing, "shared prompts")]
         parts += ["recomputed"] if self.recomputes else []
         parts += [f"loaded under {_short(self.loaded_under)}"] if self.loaded_under is not None else []
+        parts += list(self.experts.model_dump(exclude_defaults=True)) if self.experts is not None else []
         return ", ".join(parts)
 
     def training(self, layout: LayoutConfig) -> TrainingConfig:
@@ -73,6 +76,7 @@ class Case:
             layout=layout,
             activation_checkpointing=self.recomputes,
             logprob_chunk_tokens=7,
+            experts=self.experts,
         )
 
 
@@ -143,14 +147,14 @@ def _of_all_shares(parts: list[MicroBatch], scores: list[Tensor], share: Share) 
 
 
 @cache
-def expected(model: str) -> Found:
+def expected(model: str, experts: ExpertsConfig | None = None) -> Found:
     """By the torch backend, in one process."""
 
     def new_backend(training: TrainingConfig) -> TorchBackend:
-        torch_training = TrainingConfig(logprob_chunk_tokens=training.logprob_chunk_tokens)
+        torch_training = TrainingConfig(logprob_chunk_tokens=training.logprob_chunk_tokens, experts=training.experts)
         return TorchBackend(MODELS[model], TorchSettings(torch_training, 3, 1.0, torch.device("cpu")))
 
-    return train(Case(model), Path(), new_backend)
+    return train(Case(model, experts=experts), Path(), new_backend)
 
 
 Worlds = dict[int, list[Case]]

@@ -1,4 +1,4 @@
-"""What is said when a mixture uses its experts unevenly."""
+"""How the routers of a mixture are trained, and what is said when it uses its experts unevenly."""
 
 from collections.abc import Mapping
 
@@ -14,6 +14,13 @@ class ExpertsConfig(Section):
     max_load: float = Field(default=8.0, gt=1.0)
     """Most tokens that an expert may get, over the mean of its layer, before a warning says so. With as many experts
     as Qwen3 has, 128 of which 8 are chosen, 16 is an expert that gets every token."""
+    freeze_router: bool = False
+    """Leave the routers as they are: experts learn, and which of them a token goes to changes with what it is alone."""
+
+    @property
+    def needs_experts(self) -> str | None:
+        """A key that is set, and means nothing for a model without experts."""
+        return "freeze_router" if self.freeze_router else None
 
     def complaint(self, metrics: Mapping[str, float]) -> str | None:
         """One sentence, if an iteration's metrics are beyond the limit."""

@@ -80,13 +80,19 @@ class TrainingConfig(Section):
     """Weights and optimizer state wait in host memory while engines on the trainer's devices generate, which then have the
     devices to themselves (inference.memory_share). Needs placement.trainer and placement.engines on the same GPUs."""
     experts: ExpertsConfig | None = None
-    """A limit on how unevenly a mixture uses its experts; null only measures (metrics experts/*)."""
+    """How a mixture's routers are trained, and a limit on how unevenly it uses its experts; null trains routers like all
+    else, and only measures (metrics experts/*)."""
     agreement: AgreementConfig | None = None
     """Limits on how far the trainer's logprobs may be from the engines'; null only measures (metrics mismatch/*)."""
 
     @property
     def steps_per_iteration(self) -> int:
         return self.optimizer_steps * self.epochs
+
+    @property
+    def routing(self) -> ExpertsConfig:
+        """How routers are trained: the section, or what null means."""
+        return self.experts or ExpertsConfig()
 
 
 class WarmStartOptimizer(OptimizerConfig):

@@ -36,6 +36,7 @@ def check_ready(config: RunConfig) -> None:
     if config.training.backend is TrainingBackend.MEGATRON:
         require("megatron", Extra.MEGATRON, "training.backend megatron")
     check_layout(config)
+    check_experts(config)
     _check_devices(config)
     _check_engine(config)
     check_room(config)
@@ -113,6 +114,13 @@ def check_layout(config: RunConfig) -> None:
         check_divisible(shape.heads, shape.kv_heads, config.inference.tensor_parallel)
 
 
+def check_experts(config: RunConfig) -> None:
+    """Raise one sentence if the config is about experts that the model, where it is known, does not have."""
+    shape, key = shape_of(config.model), config.training.routing.needs_experts
+    if shape is not None and not shape.experts and key is not None:
+        raise UserError(f"training.experts.{key}: the model has no experts: leave it out, or train a mixture")
+
+
 def check_room(config: RunConfig) -> None:
     """Raise one sentence if model and batch, where both the model and the GPUs are known, do not fit."""
     shape, device_gb = shape_of(config.model), device_memory_gb(config.cluster)
@@ -171,6 +179,11 @@ def _check_fork(config: RunConfig) -> None:
         raise UserError(f"model: a fork of {origin.run_id} goes on with its model; start a new run to change it")
     if parent.algorithm.has_critic != config.algorithm.has_critic:
         raise UserError(f"algorithm.kind: {origin.run_id} and its fork must both have a critic, or neither")
+    if parent.training.routing.freeze_router and not config.training.routing.freeze_router:
+        raise UserError(
+            f"training.experts.freeze_router: {origin.run_id} left its routers as they were, and its checkpoints have no "
+            "optimizer state of them: set it to true, or start a new run"
+        )
     there = checkpoint_iterations(store, origin.run_id)
     if origin.iteration not in there:
         raise UserError(

@@ -73,6 +73,9 @@ class MegatronBackend:
         with on_device():
             adopt_layout(settings.training.layout, settings.device, settings.seed)
             self._policy = _Built(model, settings)
+            if settings.training.routing.freeze_router:
+                for router in _routers(self._policy.chunks):
+                    router.requires_grad_(False)  # before it is wrapped, which gives a place to all gradients that will be
             self._wrapped = wrap(self._policy.chunks)
             self._gathering = Gathering(self._policy.shards, self._policy.names)
             self._expert_load = _watched(self._policy.chunks, settings.device)
@@ -126,7 +129,8 @@ class MegatronBackend:
         """Full gradients accumulated so far: for tests and for debugging a run."""
         with on_device():
             self._optimizer.gather_gradients()
-        return self._gathering.tensors(lambda parameter: parameter.main_grad, torch.float32)  # type: ignore[attr-defined]
+        trained = Gathering([each for each in self._policy.shards if each.parameter.requires_grad], self._policy.names)
+        return trained.tensors(lambda parameter: parameter.main_grad, torch.float32)  # type: ignore[attr-defined]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._gathering.tensors(lambda parameter: parameter.data, self._policy.dtype)
@@ -287,10 +291,13 @@ class _Built:
 
 def _watched(chunks: Sequence[PolicyModel], device: torch.device) -> ExpertLoad:
     load = ExpertLoad(chunks[0].config.num_layers, chunks[0].config.num_moe_experts or 0, device)
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        if isinstance(module, TopKRouter):
-            load.watch(module, module.layer_number - 1, lambda answered: answered[1].sum(dim=0))
+    for router in _routers(chunks):
+        load.watch(router, router.layer_number - 1, lambda answered: answered[1].sum(dim=0))
     return load
+
+
+def _routers(chunks: Sequence[PolicyModel]) -> list[TopKRouter]:
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
 
 
 def _weights_of(model: ModelConfig, seed: int) -> NamedTensors:

@@ -31,6 +31,9 @@ class TorchBackend(TorchTrained):
         self._frozen: dict[str, TokenScorer] = {}
         super().__init__(self._scorer, settings, area="update")
         routers = [each for each in self._scorer.modules() if isinstance(each, Qwen3MoeTopKRouter)]
+        if settings.training.routing.freeze_router:
+            for router in routers:
+                router.requires_grad_(False)
         num_experts = routers[0].num_experts if routers else 0
         self._expert_load = ExpertLoad(len(routers), num_experts, settings.device)
         for layer, router in enumerate(routers):

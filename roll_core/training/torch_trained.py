@@ -90,7 +90,7 @@ class TorchTrained:
         self._total_steps = total_steps
         self._step = 0
         self._optimizer = torch.optim.AdamW(
-            self._module.parameters(),
+            [parameter for parameter in self._module.parameters() if parameter.requires_grad],
             lr=config.learning_rate,
             betas=(config.beta1, config.beta2),
             eps=config.epsilon,
@@ -124,8 +124,9 @@ class TorchTrained:
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Full gradients accumulated so far: for tests and for debugging a run."""
         for name, parameter in self._module.named_parameters():
-            assert parameter.grad is not None, f"{name} has no gradient"
-            yield name, whole(parameter.grad)
+            if parameter.requires_grad:
+                assert parameter.grad is not None, f"{name} has no gradient"
+                yield name, whole(parameter.grad)
 
     def snapshot(self) -> Snapshot:
         if not self._optimizer.state:

@@ -1,0 +1,40 @@
+"""Whatever the layout, routers are trained as the torch backend trains them, or as little."""
+
+import pytest
+import torch
+
+from roll_core.config.experts import ExpertsConfig
+from roll_core.config.layout import LayoutConfig as Layout
+from roll_core.config.training import Packing
+from roll_core.models.causal_lm import build_model
+from roll_core.models.checkpoint_names import as_checkpoint
+from tests.megatron_worlds import MODELS, Case, assert_equal, expected, named, run_worlds
+
+MIXTURE = "qwen3_moe"
+FROZEN = ExpertsConfig(freeze_router=True)
+OF_TWO = [
+    Case(MIXTURE, Layout(pipeline=2), Packing.ROWS, loaded_under=Layout(expert=2), experts=FROZEN),
+]
+OF_FOUR = [
+    Case(MIXTURE, Layout(tensor=2, expert=2), experts=FROZEN),
+]
+WORLDS = {2: OF_TWO, 4: OF_FOUR}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return run_worlds(WORLDS, tmp_path_factory.mktemp("worlds"))
+
+
+@pytest.mark.parametrize(("num_ranks", "case"), named(WORLDS))
+def test_a_layout_changes_nothing(num_ranks, case, found):
+    assert_equal(found(num_ranks, case), expected(case.model, case.experts))
+
+
+@pytest.mark.parametrize(("num_ranks", "case"), [each for each in named(WORLDS) if each.values[1].experts is FROZEN])
+def test_frozen_routers_stay_what_they_are_to_the_bit_and_all_else_moves(num_ranks, case, found):
+    before = dict(as_checkpoint((n, p.detach()) for n, p in build_model(MODELS[case.model], 3).named_parameters()))
+    for after in (found(num_ranks, case), expected(case.model, case.experts)):
+        still = {name for name, tensor in after.weights.items() if torch.equal(tensor, before[name])}
+        assert still == {name for name in before if name.endswith("mlp.gate.weight")}
+        assert after.gradients.keys() == before.keys() - still

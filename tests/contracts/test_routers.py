@@ -1,0 +1,111 @@
+"""How routers are trained, by both training backends."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from roll_core.algorithms.losses import cross_entropy
+from roll_core.batching.packing import PackingLimits
+from roll_core.config.experts import ExpertsConfig
+from roll_core.config.model import Architecture, ScratchModel
+from roll_core.config.training import OptimizerConfig, Packing, TrainingBackend, TrainingConfig
+from roll_core.training.megatron_backend import MegatronBackend, MegatronSettings
+from roll_core.training.torch_backend import TorchBackend
+from roll_core.training.torch_trained import TorchSettings
+from tests.megatron_worlds import start_ranks
+from tests.micro_batches import cut, random_tokens
+from tests.support import random_samples
+
+MIXTURE = ScratchModel(architecture=Architecture.QWEN3_MOE, max_positions=32, num_experts=4)
+FROZEN = ExpertsConfig(freeze_router=True)
+
+
+@pytest.fixture(params=list(TrainingBackend))
+def kind(request) -> TrainingBackend:
+    return request.param
+
+
+def new_backend(kind: TrainingBackend, experts: ExpertsConfig, **training: Any) -> Any:
+    config = TrainingConfig(backend=kind, experts=experts, **training)
+    built: Any
+    match kind:
+        case TrainingBackend.TORCH:
+            built = TorchBackend(MIXTURE, TorchSettings(config, 3, 1.0, torch.device("cpu")))
+        case TrainingBackend.MEGATRON:
+            built = MegatronBackend(MIXTURE, MegatronSettings(config, 3, 1.0, torch.device("cpu")))
+    built.start_optimizer(OptimizerConfig(learning_rate=1e-3, weight_decay=0.1), total_steps=10)
+    return built
+
+
+def step(backend: Any, seed: int) -> dict[str, float]:
+    samples = random_samples(12, seed)
+    limits = PackingLimits(52, None, Packing.ROWS, backend.share.row_multiple)
+    parts = cut(samples, limits, random_tokens(samples, seed), rank=backend.share.index, num_ranks=backend.share.count)
+    backend.accumulate(parts, cross_entropy)
+    return backend.apply_gradients()
+
+
+def weights(backend: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in backend.weights()}
+
+
+def is_router(name: str) -> bool:
+    return name.endswith("mlp.gate.weight")
+
+
+def assert_routers_stay(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+    still = {name for name, tensor in after.items() if torch.equal(tensor, before[name])}
+    assert still == {name for name in before if is_router(name)}
+    assert still
+
+
+# ------------------------------------------------------------------------------------------------------------------- freezing
+def test_frozen_routers_stay_to_the_bit_while_all_else_moves_also_from_a_checkpoint(kind, tmp_path):
+    backend = new_backend(kind, FROZEN)
+    before = weights(backend)
+    step(backend, 0)
+    backend.snapshot()(tmp_path)
+    step(backend, 1)
+    assert_routers_stay(before, weights(backend))
+
+    another = new_backend(kind, FROZEN)
+    another.load(tmp_path)
+    step(another, 1)
+    wanted = weights(backend)
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in weights(another).items())
+
+
+def test_a_checkpoint_of_trained_routers_is_gone_on_from_with_frozen_ones(kind, tmp_path):
+    backend = new_backend(kind, ExpertsConfig())
+    step(backend, 0)
+    backend.snapshot()(tmp_path)
+    frozen = new_backend(kind, FROZEN)
+    frozen.load(tmp_path)
+    step(frozen, 1)
+    assert_routers_stay(weights(backend), weights(frozen))
+
+
+def test_frozen_routers_stay_when_ranks_share_out_the_weights(tmp_path):
+    start_ranks(_in_rank, (2, str(tmp_path)), 2)
+    before = weights(new_backend(TrainingBackend.TORCH, FROZEN))
+    assert_routers_stay(before, torch.load(tmp_path / "weights"))
+
+
+def _in_rank(rank: int, num_ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=num_ranks)
+    backend = new_backend(TrainingBackend.TORCH, FROZEN)
+    step(backend, 0)
+    backend.snapshot()(Path(folder) / "checkpoint")
+    dist.barrier()
+    backend = new_backend(TrainingBackend.TORCH, FROZEN)
+    backend.load(Path(folder) / "checkpoint")
+    step(backend, 1)
+    found = weights(backend)
+    if rank == 0:
+        torch.save(found, f"{folder}/weights")
+    dist.destroy_process_group()

@@ -1,0 +1,21 @@
+"""Settings of routers that cannot be, each refused in a sentence."""
+
+import pytest
+
+from roll_core.errors import UserError
+from roll_core.planning.preflight import check_experts
+from tests.support import tiny_config
+
+MIXTURE = {"model": {"kind": "scratch", "max_positions": 32, "architecture": "qwen3_moe"}}
+
+
+@pytest.mark.parametrize("experts", [{"freeze_router": True}])
+def test_a_model_without_experts_has_no_routers_to_train(tmp_path, experts):
+    (key,) = experts
+    with pytest.raises(UserError, match=f"^training.experts.{key}: the model has no experts: leave it out, or"):
+        check_experts(tiny_config(tmp_path, training={"experts": experts}))
+    check_experts(tiny_config(tmp_path, training={"experts": experts}, **MIXTURE))
+
+
+def test_a_limit_on_loads_is_no_matter_of_routers(tmp_path):
+    check_experts(tiny_config(tmp_path, training={"experts": {"max_load": 4}}))
