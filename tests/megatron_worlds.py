@@ -30,6 +30,7 @@ from roll_core.training.base import Policy, Share
 from roll_core.training.megatron_backend import MegatronBackend, MegatronSettings
 from roll_core.training.torch_backend import TorchBackend
 from roll_core.training.torch_trained import TorchSettings, over_ranks
+from roll_core.types.manifest import Metrics
 from tests.micro_batches import cut, random_tokens
 from tests.support import random_samples
 
@@ -83,13 +84,17 @@ class Case:
 @dataclass(frozen=True)
 class Found:
     """What training came to: losses, gradient norms, logprobs and divergences (by place) of every step, gradients of the
-    first, and weights after the last."""
+    first, weights after the last, and losses of routers in every step, where they have any."""
 
     losses: list[float]
     norms: list[float]
     gradients: dict[str, Tensor]
     scores: list[Tensor]
     weights: dict[str, Tensor]
+    routers: list[Metrics]
+
+
+ROUTER_LOSSES = ("experts/balance_loss", "experts/z_loss")
 
 
 def _short(layout: LayoutConfig) -> str:
@@ -107,7 +112,7 @@ def micro_batches(case: Case, share: Share, step: int) -> list[MicroBatch]:
 
 def train(case: Case, folder: Path, new_backend: Callable[[TrainingConfig], Any]) -> Found:
     """The steps of all losses, by this rank."""
-    backend, found = new_backend(case.training(case.layout)), Found([], [], {}, [], {})
+    backend, found = new_backend(case.training(case.layout)), Found([], [], {}, [], {}, [])
     backend.start_optimizer(OPTIMIZER, total_steps=10)
     backend.build_frozen(Policy.REFERENCE, REFERENCE)
     for step, algorithm in enumerate(LOSSES):
@@ -122,6 +127,7 @@ def train(case: Case, folder: Path, new_backend: Callable[[TrainingConfig], Any]
         metrics = backend.apply_gradients()
         found.losses.append(metrics["update/loss"])
         found.norms.append(metrics["update/gradient_norm"])
+        found.routers.append({name: metrics[name] for name in ROUTER_LOSSES if name in metrics})
         if step == 0 and case.loaded_under is not None:
             backend.snapshot()(folder)
             dist.barrier()
@@ -199,6 +205,8 @@ def assert_equal(found: Found, wanted: Found) -> None:
     """Within 1e-5: of a loss, a logprob and a divergence, and of the largest number of a gradient and of a weight."""
     assert found.losses == pytest.approx(wanted.losses, abs=1e-5)
     assert found.norms == pytest.approx(wanted.norms, rel=1e-5)
+    for values, wanted_values in zip(found.routers, wanted.routers, strict=True):
+        assert values == pytest.approx(wanted_values, rel=1e-5)
     for mine, theirs in zip(found.scores, wanted.scores, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0.0, atol=1e-5)
     for mine_by_name, theirs_by_name in ((found.gradients, wanted.gradients), (found.weights, wanted.weights)):

@@ -84,6 +84,13 @@ class MicroBatch:
         num_tokens = segment.shape[1]
         return related & torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=segment.device).tril()
 
+    def routing_notes(self) -> Tensor:
+        """[R, T, 1], what routers are told of each token: how many trained tokens it predicts, -1 for padding. A token that
+        several completions share with their prompt counts for each of them."""
+        predicts = torch.zeros_like(self.token_ids_RT).flatten()
+        predicts.scatter_add_(0, self.predicted_by_N, torch.ones_like(self.predicted_by_N))
+        return torch.where(self.segment_RT > 0, predicts.view_as(self.segment_RT), -1)[..., None].to(torch.int16)
+
     def to(self, device: torch.device) -> "MicroBatch":
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, tokens=self.tokens.to(device), **moved)

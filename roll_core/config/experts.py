@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, model_validator
 
 from roll_core.config.base import Section
 
@@ -17,10 +17,30 @@ class ExpertsConfig(Section):
     freeze_router: bool = False
     """Leave the routers as they are: experts learn, and which of them a token goes to changes with what it is alone."""
 
+    balance_loss: NonNegativeFloat = 0.0
+    """Coefficient of a loss that is least when a layer's experts are used alike; 0 is none. 0.001 to 0.01 is customary."""
+    z_loss: NonNegativeFloat = 0.0
+    """Coefficient of a loss that keeps the logits of routers small; 0 is none. 0.001 is customary."""
+
+    @property
+    def has_losses(self) -> bool:
+        return self.balance_loss > 0 or self.z_loss > 0
+
     @property
     def needs_experts(self) -> str | None:
         """A key that is set, and means nothing for a model without experts."""
-        return "freeze_router" if self.freeze_router else None
+        keys = ("freeze_router", "balance_loss", "z_loss")
+        return next((key for key in keys if getattr(self, key)), None)
+
+    @model_validator(mode="after")
+    def _frozen_routers_learn_nothing(self):
+        for key in ("balance_loss", "z_loss"):
+            if self.freeze_router and getattr(self, key):
+                raise ValueError(
+                    f"{key} ({getattr(self, key):g}) is to move the routers, which freeze_router leaves as they are: leave "
+                    "one of them out"
+                )
+        return self
 
     def complaint(self, metrics: Mapping[str, float]) -> str | None:
         """One sentence, if an iteration's metrics are beyond the limit."""

@@ -1,6 +1,7 @@
 """The `torch` training backend: a Hugging Face causal language model, and the frozen policies it is compared with."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from roll_core.batching.micro_batch import MicroBatch
 from roll_core.config.model import ModelConfig
 from roll_core.errors import RollError
 from roll_core.models.checkpoint_names import as_checkpoint
-from roll_core.training.base import Policy, Share
-from roll_core.training.expert_load import ExpertLoad
+from roll_core.training.base import Policy, Share, Snapshot
 from roll_core.training.loss_inputs import loss_inputs
+from roll_core.training.router_losses import write_shares
+from roll_core.training.routers import Routers
 from roll_core.training.scorer import Reference, TokenScorer
 from roll_core.training.torch_trained import TorchSettings, TorchTrained, rank, whole, world_size
 from roll_core.types.manifest import Metrics
@@ -34,17 +36,31 @@ class TorchBackend(TorchTrained):
         if settings.training.routing.freeze_router:
             for router in routers:
                 router.requires_grad_(False)
-        num_experts = routers[0].num_experts if routers else 0
-        self._expert_load = ExpertLoad(len(routers), num_experts, settings.device)
+        # FSDP averages gradients over ranks; losses of routers are parts of a sum, like all others.
+        self._routers = Routers(
+            settings.training.routing, len(routers), _num_experts(routers), settings.device, world_size()
+        )
         for layer, router in enumerate(routers):
-            self._expert_load.watch(router, layer, lambda answered: _occurrences(answered[2].flatten(), num_experts))
+            router.register_forward_hook(partial(self._learn_routing, layer))
 
     def apply_gradients(self) -> Metrics:
-        return super().apply_gradients() | self._expert_load.metrics()
+        return super().apply_gradients() | self._routers.metrics()
 
     def discard_gradients(self) -> None:
         super().discard_gradients()
-        self._expert_load.discard()
+        self._routers.discard()
+
+    def snapshot(self) -> Snapshot:
+        write_module, shares = super().snapshot(), self._routers.losses.shares
+
+        def write(folder: Path) -> list[Path]:
+            return write_module(folder) + (write_shares(shares, folder) if rank() == 0 else [])
+
+        return write
+
+    def load(self, folder: Path) -> None:
+        super().load(folder)
+        self._routers.losses.load(folder)
 
     @property
     def share(self) -> Share:
@@ -64,15 +80,17 @@ class TorchBackend(TorchTrained):
         return [each.divergences_N.cpu() for each in scored]
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFn) -> None:
+        self._routers.begin(micro_batches)
         for micro_batch in micro_batches:
-            batch = micro_batch.to(self._settings.device)
+            batch = self._noted(micro_batch)
             with self._settings.arithmetic():
                 scored = self._scorer(batch)
             self._backward(loss(loss_inputs(batch, scored)), len(scored.logprobs_N))
 
     def accumulate_beside_reference(self, micro_batches: Sequence[MicroBatch], loss: LossFn) -> None:
+        self._routers.begin(micro_batches)
         for micro_batch in micro_batches:
-            batch = micro_batch.to(self._settings.device)
+            batch = self._noted(micro_batch)
             with self._settings.arithmetic():
                 scored = self._scorer(batch, self._reference_states(batch))
             self._backward(loss(loss_inputs(batch, scored)), len(scored.logprobs_N))
@@ -95,6 +113,20 @@ class TorchBackend(TorchTrained):
             raise RollError(f"algorithm.teachers: {name} has a vocabulary of {theirs} tokens, the policy one of {ours}")
         self._frozen[name] = frozen.requires_grad_(False)
 
+    def _noted(self, micro_batch: MicroBatch) -> MicroBatch:
+        """On the device. Routers know what the next forward pass is about, and what is computed again for its backward."""
+        batch = micro_batch.to(self._settings.device)
+        self._notes_tC = batch.routing_notes().flatten(0, 1)
+        return batch
+
+    def _learn_routing(self, layer: int, _: nn.Module, __: Any, answered: tuple[Tensor, Tensor, Tensor]) -> Any:
+        logits_tE, gates_tk, experts_tk = answered
+        if not torch.is_grad_enabled():
+            return answered
+        # Not by `one_hot` or `bincount`, whose shapes a compiler does not know before.
+        chosen_tE = torch.zeros_like(logits_tE, dtype=torch.bool).scatter_(1, experts_tk, True)
+        return logits_tE, self._routers.learn(layer, self._notes_tC, logits_tE, gates_tk, chosen_tE), experts_tk
+
     def _modules(self) -> list[nn.Module]:
         return [self._scorer, *self._frozen.values()]
 
@@ -111,6 +143,5 @@ def _build_scorer(model: ModelConfig, settings: TorchSettings) -> TokenScorer:
     return scorer
 
 
-def _occurrences(numbers: Tensor, limit: int) -> Tensor:
-    """How often each number below the limit is there. Its shape is known before, unlike that of `bincount` to a compiler."""
-    return torch.zeros(limit, dtype=torch.int64, device=numbers.device).scatter_add_(0, numbers, torch.ones_like(numbers))
+def _num_experts(routers: list[Qwen3MoeTopKRouter]) -> int:
+    return routers[0].num_experts if routers else 0

@@ -12,10 +12,19 @@ from tests.megatron_worlds import MODELS, Case, assert_equal, expected, named, r
 
 MIXTURE = "qwen3_moe"
 FROZEN = ExpertsConfig(freeze_router=True)
+LOSSES = ExpertsConfig(balance_loss=0.1, z_loss=0.01)
+"""Large ones: a wrong gradient would be seen beside that of the policy's loss."""
 OF_TWO = [
+    Case(MIXTURE, Layout(context=2), Packing.ROWS, recomputes=True, experts=LOSSES),
+    Case(MIXTURE, Layout(expert=2), Packing.NONE, loaded_under=Layout(pipeline=2), experts=LOSSES),
+    Case(MIXTURE, Layout(pipeline=2, virtual_pipeline=2), Packing.NONE, experts=LOSSES),
     Case(MIXTURE, Layout(pipeline=2), Packing.ROWS, loaded_under=Layout(expert=2), experts=FROZEN),
 ]
 OF_FOUR = [
+    Case(MIXTURE, Layout(), experts=LOSSES),
+    Case(MIXTURE, Layout(tensor=2, expert=2), experts=LOSSES),
+    Case(MIXTURE, Layout(tensor=2, pipeline=2), Packing.ROWS, recomputes=True, experts=LOSSES),
+    Case(MIXTURE, Layout(tensor=2, context=2, expert=2, expert_tensor=2), experts=LOSSES),
     Case(MIXTURE, Layout(tensor=2, expert=2), experts=FROZEN),
 ]
 WORLDS = {2: OF_TWO, 4: OF_FOUR}
@@ -38,3 +47,10 @@ def test_frozen_routers_stay_what_they_are_to_the_bit_and_all_else_moves(num_ran
         still = {name for name, tensor in after.weights.items() if torch.equal(tensor, before[name])}
         assert still == {name for name in before if name.endswith("mlp.gate.weight")}
         assert after.gradients.keys() == before.keys() - still
+
+
+def test_losses_of_routers_are_some_of_what_is_compared():
+    with_them, without = expected(MIXTURE, LOSSES), expected(MIXTURE)
+    router = "model.layers.0.mlp.gate.weight"
+    assert not torch.allclose(with_them.gradients[router], without.gradients[router], rtol=0.1)
+    assert all(set(each) == {"experts/balance_loss", "experts/z_loss"} for each in with_them.routers)

@@ -22,6 +22,7 @@ from tests.support import random_samples
 
 MIXTURE = ScratchModel(architecture=Architecture.QWEN3_MOE, max_positions=32, num_experts=4)
 FROZEN = ExpertsConfig(freeze_router=True)
+LOSSES = ExpertsConfig(balance_loss=0.1, z_loss=0.01)
 
 
 @pytest.fixture(params=list(TrainingBackend))
@@ -63,7 +64,7 @@ def assert_routers_stay(before: dict[str, Tensor], after: dict[str, Tensor]) -> 
     assert still
 
 
-# ------------------------------------------------------------------------------------------------------------------- freezing
+# ------------------------------------------------------------------------------------------------------------------ freezing
 def test_frozen_routers_stay_to_the_bit_while_all_else_moves_also_from_a_checkpoint(kind, tmp_path):
     backend = new_backend(kind, FROZEN)
     before = weights(backend)
@@ -109,3 +110,51 @@ def _in_rank(rank: int, num_ranks: int, folder: str) -> None:
     if rank == 0:
         torch.save(found, f"{folder}/weights")
     dist.destroy_process_group()
+
+
+# -------------------------------------------------------------------------------------------------------------------- losses
+def test_both_backends_find_the_same_losses_of_routers_and_go_on_with_them_from_a_checkpoint(tmp_path):
+    found = {}
+    for kind in TrainingBackend:
+        backend, folder = new_backend(kind, LOSSES), tmp_path / kind
+        metrics = [step(backend, 0)]
+        backend.snapshot()(folder)
+        metrics += [step(backend, seed) for seed in (1, 2)]
+        another = new_backend(kind, LOSSES)
+        another.load(folder)
+        assert [step(another, seed) for seed in (1, 2)] == metrics[1:]
+        found[kind] = [values_of(each) for each in metrics]
+    ours, theirs = found.values()
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(other, rel=1e-5)
+    assert all(each["experts/balance_loss"] > 1.0 and each["experts/z_loss"] > 0.0 for each in ours)
+
+
+def values_of(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if name.startswith("experts/")}
+
+
+def test_without_coefficients_there_are_no_losses_of_routers(kind):
+    assert values_of(step(new_backend(kind, ExpertsConfig()), 0)).keys() == {
+        "experts/max_load",
+        "experts/mean_max_load",
+        "experts/idle_share",
+    }
+
+
+def test_a_balance_loss_makes_the_busiest_expert_less_busy(kind):
+    loads = {}
+    for coefficient in (0.0, 0.3):
+        backend = new_backend(kind, ExpertsConfig(balance_loss=coefficient))
+        loads[coefficient] = [step(backend, seed)["experts/mean_max_load"] for seed in range(40)]
+    alone, balanced = (sum(load[-10:]) / 10 for load in loads.values())
+    assert balanced < 0.9 * alone
+
+
+def test_a_z_loss_makes_logits_of_routers_smaller(kind):
+    squares = {}
+    for coefficient in (1e-9, 0.1):
+        backend = new_backend(kind, ExpertsConfig(z_loss=coefficient))
+        squares[coefficient] = [step(backend, seed)["experts/z_loss"] for seed in range(15)][-1]
+    alone, kept = squares.values()
+    assert kept < 0.9 * alone

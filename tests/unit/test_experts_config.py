@@ -9,7 +9,7 @@ from tests.support import tiny_config
 MIXTURE = {"model": {"kind": "scratch", "max_positions": 32, "architecture": "qwen3_moe"}}
 
 
-@pytest.mark.parametrize("experts", [{"freeze_router": True}])
+@pytest.mark.parametrize("experts", [{"freeze_router": True}, {"balance_loss": 0.01}, {"z_loss": 0.001}])
 def test_a_model_without_experts_has_no_routers_to_train(tmp_path, experts):
     (key,) = experts
     with pytest.raises(UserError, match=f"^training.experts.{key}: the model has no experts: leave it out, or"):
@@ -19,3 +19,16 @@ def test_a_model_without_experts_has_no_routers_to_train(tmp_path, experts):
 
 def test_a_limit_on_loads_is_no_matter_of_routers(tmp_path):
     check_experts(tiny_config(tmp_path, training={"experts": {"max_load": 4}}))
+
+
+@pytest.mark.parametrize(
+    ("experts", "says"),
+    [
+        ({"balance_loss": -0.1}, "training.experts.balance_loss is -0.1, but"),
+        ({"balance_loss": 0.1, "freeze_router": True}, r"balance_loss \(0.1\) is to move the routers, which freeze_router"),
+        ({"z_loss": 0.1, "freeze_router": True}, r"z_loss \(0.1\) is to move the routers, which freeze_router"),
+    ],
+)
+def test_settings_that_cannot_be(tmp_path, experts, says):
+    with pytest.raises(UserError, match=says):
+        tiny_config(tmp_path, training={"experts": experts}, **MIXTURE)
