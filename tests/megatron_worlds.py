@@ -3,12 +3,14 @@
 Imports cost more than all layouts together: a server imports once, the processes of a world are forked from it.
 """
 
+import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,6 +33,8 @@ from roll_core.training.megatron_backend import MegatronBackend, MegatronSetting
 from roll_core.training.torch_backend import TorchBackend
 from roll_core.training.torch_trained import TorchSettings, over_ranks
 from roll_core.types.manifest import Metrics
+from roll_core.types.routing import RoutedExperts
+from roll_core.types.sample import Sample
 from tests.micro_batches import cut, random_tokens
 from tests.support import random_samples
 
@@ -105,9 +109,24 @@ def _short(layout: LayoutConfig) -> str:
 def micro_batches(case: Case, share: Share, step: int) -> list[MicroBatch]:
     """Several of a rank, of other tokens in every step."""
     samples = random_samples(NUM_SAMPLES, seed=step)
+    if case.experts is not None and case.experts.replay:
+        samples = [_recorded(sample) for sample in samples]
     row_tokens = 26 if case.packing is Packing.SHARED_PROMPTS else None
     limits = PackingLimits(52 // share.count, row_tokens, case.packing, share.row_multiple)
     return cut(samples, limits, random_tokens(samples, seed=step), rank=share.index, num_ranks=share.count)
+
+
+def _recorded(sample: Sample) -> Sample:
+    """With experts that no router chose, drawn by the tokens up to each, so that prompts that are shared have the same; and
+    without any, if the first token says so."""
+    if sample.token_ids[0] % 3 == 0:
+        return sample
+    layers, experts, chosen = SIZES["num_layers"], SIZES["num_experts"], MODELS["qwen3_moe"].experts_per_token
+    rows = []
+    for place in range(sample.num_tokens - 1):
+        drawn = random.Random(hash(sample.token_ids[: place + 1]))
+        rows.append([expert for _ in range(layers) for expert in drawn.sample(range(experts), chosen)])
+    return replace(sample, experts=RoutedExperts.of(np.array(rows, dtype=np.int16), experts))
 
 
 def train(case: Case, folder: Path, new_backend: Callable[[TrainingConfig], Any]) -> Found:

@@ -22,6 +22,10 @@ class ExpertsConfig(Section):
     z_loss: NonNegativeFloat = 0.0
     """Coefficient of a loss that keeps the logits of routers small; 0 is none. 0.001 is customary."""
 
+    replay: bool = False
+    """Send every token to the experts that it went to in the engine, weighted by the trainer's own router, which goes on
+    learning. A router that is close to undecided is decided by rounding, differently in engine and trainer."""
+
     @property
     def has_losses(self) -> bool:
         return self.balance_loss > 0 or self.z_loss > 0
@@ -29,7 +33,7 @@ class ExpertsConfig(Section):
     @property
     def needs_experts(self) -> str | None:
         """A key that is set, and means nothing for a model without experts."""
-        keys = ("freeze_router", "balance_loss", "z_loss")
+        keys = ("freeze_router", "balance_loss", "z_loss", "replay")
         return next((key for key in keys if getattr(self, key)), None)
 
     @model_validator(mode="after")

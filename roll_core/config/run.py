@@ -255,6 +255,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _engine_says_which_experts_it_chose(self):
+        if self.training.routing.replay and not isinstance(self.inference, TorchInference):
+            raise ValueError(
+                f"training.experts.replay needs an engine that records which experts it chose, and inference.kind "
+                f"{self.inference.kind} does not so far: set inference.kind=torch, or leave training.experts.replay out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _backend_can_do_it(self):
         training = self.training
         if training.backend is TrainingBackend.TORCH:

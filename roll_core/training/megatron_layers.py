@@ -5,6 +5,7 @@ Shapes: T tokens of a row, on this rank; R rows; N tokens given to this rank's e
 features; I features inside an expert, of its gate or its up, on this rank.
 """
 
+from collections.abc import Callable
 from copy import deepcopy
 from importlib.util import find_spec
 from typing import Any
@@ -107,12 +108,33 @@ class Router(TopKRouter):
     notes_tC: Tensor
     """Of the tokens that come next."""
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.router_replay = _Replayed(self)
+
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         gates_tE, chosen_tE = super().routing(logits, padding_mask)
         if self.trained_by is None:
             return gates_tE, chosen_tE
         logits_tE = logits.view(-1, self.num_experts)
         return self.trained_by.learn(self.layer_number - 1, self.notes_tC, logits_tE, gates_tE, chosen_tE), chosen_tE
+
+
+class _Replayed:
+    """What Megatron asks for the experts of tokens, given a router's scores."""
+
+    def __init__(self, router: Router):
+        self._router = router
+
+    def get_replay_topk(
+        self, scores_tE: Tensor, topk: int, num_groups: Any, group_topk: Any, choose: Callable[..., tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        router = self._router
+        scores_tk, chosen_tk = choose(scores_tE, topk, num_groups, group_topk)
+        if router.trained_by is None:
+            return scores_tk, chosen_tk
+        experts_tk = router.trained_by.replayed(router.layer_number - 1, router.notes_tC, chosen_tk)
+        return scores_tk if experts_tk is chosen_tk else scores_tE.gather(1, experts_tk), experts_tk
 
 
 def take_notes(layer: MoELayer, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

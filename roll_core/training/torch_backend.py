@@ -17,6 +17,7 @@ from roll_core.batching.micro_batch import MicroBatch
 from roll_core.config.model import ModelConfig
 from roll_core.errors import RollError
 from roll_core.models.checkpoint_names import as_checkpoint
+from roll_core.models.routers import routers_of
 from roll_core.training.base import Policy, Share, Snapshot
 from roll_core.training.loss_inputs import loss_inputs
 from roll_core.training.router_losses import write_shares
@@ -32,16 +33,15 @@ class TorchBackend(TorchTrained):
         self._scorer = _build_scorer(model, settings)
         self._frozen: dict[str, TokenScorer] = {}
         super().__init__(self._scorer, settings, area="update")
-        routers = [each for each in self._scorer.modules() if isinstance(each, Qwen3MoeTopKRouter)]
+        routers, num_layers = routers_of(self._scorer.model), len(self._scorer.model.base_model.layers)
         if settings.training.routing.freeze_router:
-            for router in routers:
+            for router in routers.values():
                 router.requires_grad_(False)
         # FSDP averages gradients over ranks; losses of routers are parts of a sum, like all others.
-        self._routers = Routers(
-            settings.training.routing, len(routers), _num_experts(routers), settings.device, world_size()
-        )
-        for layer, router in enumerate(routers):
-            router.register_forward_hook(partial(self._learn_routing, layer))
+        num_experts = max((router.num_experts for router in routers.values()), default=0)
+        self._routers = Routers(settings.training.routing, num_layers, num_experts, settings.device, world_size())
+        for layer, router in routers.items():
+            router.register_forward_hook(partial(self._route, layer))
 
     def apply_gradients(self) -> Metrics:
         return super().apply_gradients() | self._routers.metrics()
@@ -70,12 +70,12 @@ class TorchBackend(TorchTrained):
     def logprobs(self, micro_batches: Sequence[MicroBatch], policy: str) -> list[Tensor]:
         scorer = self._scorer if policy == Policy.CURRENT else self._frozen[policy]
         with self._settings.arithmetic():
-            return [scorer(each.to(self._settings.device)).logprobs_N.cpu() for each in micro_batches]
+            return [scorer(self._noted(each)).logprobs_N.cpu() for each in micro_batches]
 
     @torch.no_grad()
     def divergences(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        batches = [each.to(self._settings.device) for each in micro_batches]
         with self._settings.arithmetic():
+            batches = (self._noted(each) for each in micro_batches)
             scored = [self._scorer(batch, self._reference_states(batch)) for batch in batches]
         return [each.divergences_N.cpu() for each in scored]
 
@@ -119,10 +119,19 @@ class TorchBackend(TorchTrained):
         self._notes_tC = batch.routing_notes().flatten(0, 1)
         return batch
 
-    def _learn_routing(self, layer: int, _: nn.Module, __: Any, answered: tuple[Tensor, Tensor, Tensor]) -> Any:
-        logits_tE, gates_tk, experts_tk = answered
+    def _route(
+        self, layer: int, router: Qwen3MoeTopKRouter, _: Any, answered: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What a router answers, once it is known what the tokens are."""
+        logits_tE, gates_tk, chosen_tk = answered
+        experts_tk = self._routers.replayed(layer, self._notes_tC, chosen_tk)
+        if experts_tk is not chosen_tk:
+            gates_tk = logits_tE.softmax(dim=-1, dtype=torch.float32).gather(1, experts_tk)
+            if router.norm_topk_prob:
+                gates_tk = gates_tk / gates_tk.sum(dim=-1, keepdim=True)
+            gates_tk = gates_tk.to(logits_tE.dtype)
         if not torch.is_grad_enabled():
-            return answered
+            return logits_tE, gates_tk, experts_tk
         # Not by `one_hot` or `bincount`, whose shapes a compiler does not know before.
         chosen_tE = torch.zeros_like(logits_tE, dtype=torch.bool).scatter_(1, experts_tk, True)
         return logits_tE, self._routers.learn(layer, self._notes_tC, logits_tE, gates_tk, chosen_tE), experts_tk
@@ -141,7 +150,3 @@ def _build_scorer(model: ModelConfig, settings: TorchSettings) -> TokenScorer:
     if world_size() > 1:
         register_fsdp_forward_method(scorer, "reference_states")
     return scorer
-
-
-def _num_experts(routers: list[Qwen3MoeTopKRouter]) -> int:
-    return routers[0].num_experts if routers else 0

@@ -14,13 +14,22 @@ MIXTURE = "qwen3_moe"
 FROZEN = ExpertsConfig(freeze_router=True)
 LOSSES = ExpertsConfig(balance_loss=0.1, z_loss=0.01)
 """Large ones: a wrong gradient would be seen beside that of the policy's loss."""
+REPLAY = ExpertsConfig(replay=True)
+BOTH = ExpertsConfig(replay=True, balance_loss=0.1)
 OF_TWO = [
+    Case(MIXTURE, Layout(context=2), Packing.ROWS, experts=REPLAY),
+    Case(MIXTURE, Layout(pipeline=2), Packing.NONE, recomputes=True, experts=REPLAY),
+    Case(MIXTURE, Layout(pipeline=2, virtual_pipeline=2), experts=BOTH),
     Case(MIXTURE, Layout(context=2), Packing.ROWS, recomputes=True, experts=LOSSES),
     Case(MIXTURE, Layout(expert=2), Packing.NONE, loaded_under=Layout(pipeline=2), experts=LOSSES),
     Case(MIXTURE, Layout(pipeline=2, virtual_pipeline=2), Packing.NONE, experts=LOSSES),
     Case(MIXTURE, Layout(pipeline=2), Packing.ROWS, loaded_under=Layout(expert=2), experts=FROZEN),
 ]
 OF_FOUR = [
+    Case(MIXTURE, Layout(), Packing.NONE, experts=REPLAY),
+    Case(MIXTURE, Layout(tensor=2, expert=2), experts=REPLAY),
+    Case(MIXTURE, Layout(tensor=2, pipeline=2), Packing.ROWS, recomputes=True, experts=REPLAY),
+    Case(MIXTURE, Layout(tensor=2, context=2, expert=2), experts=BOTH),
     Case(MIXTURE, Layout(), experts=LOSSES),
     Case(MIXTURE, Layout(tensor=2, expert=2), experts=LOSSES),
     Case(MIXTURE, Layout(tensor=2, pipeline=2), Packing.ROWS, recomputes=True, experts=LOSSES),
@@ -54,3 +63,7 @@ def test_losses_of_routers_are_some_of_what_is_compared():
     router = "model.layers.0.mlp.gate.weight"
     assert not torch.allclose(with_them.gradients[router], without.gradients[router], rtol=0.1)
     assert all(set(each) == {"experts/balance_loss", "experts/z_loss"} for each in with_them.routers)
+
+
+def test_replay_is_some_of_what_is_compared():
+    assert (expected(MIXTURE, REPLAY).scores[0] - expected(MIXTURE).scores[0]).abs().max() > 0.01
