@@ -191,7 +191,7 @@ class _Builder:
 
     def _put_experts(self, row: int, start: int, sample: Sample, part: slice) -> None:
         if self.experts is not None and sample.experts is not None:
-            known = sample.experts.as_array()[part]
+            known = sample.experts.as_array(part)
             self.experts[row, start : start + len(known)] = known
 
     def _train(self, index: int, rest_at: int, prompt_end_at: int) -> None:

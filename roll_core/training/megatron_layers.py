@@ -133,8 +133,8 @@ class _Replayed:
         scores_tk, chosen_tk = choose(scores_tE, topk, num_groups, group_topk)
         if router.trained_by is None:
             return scores_tk, chosen_tk
-        experts_tk = router.trained_by.replayed(router.layer_number - 1, router.notes_tC, chosen_tk)
-        return scores_tk if experts_tk is chosen_tk else scores_tE.gather(1, experts_tk), experts_tk
+        replayed_tk = router.trained_by.replayed(router.layer_number - 1, router.notes_tC, chosen_tk)
+        return (scores_tk, chosen_tk) if replayed_tk is None else (scores_tE.gather(1, replayed_tk), replayed_tk)
 
 
 def take_notes(layer: MoELayer, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -38,15 +38,16 @@ class RouterLosses:
         """The gates, through which the losses' gradients reach the router, too. Weights are those of a mean over a step."""
         if not self._config.has_losses:
             return gates
-        logits_tE = logits_tE.float()
-        probabilities_E = weights_t @ logits_tE.softmax(dim=1)
-        square = weights_t @ logits_tE.logsumexp(dim=1).square()
-        choices_E = weights_t @ chosen_tE.to(weights_t.dtype)
+        logits_tE, weights_t1 = logits_tE.float(), weights_t[:, None]
+        # Not by matrix products, which are rounded to bfloat16 where the arithmetic of the model is.
+        probabilities_E = (weights_t1 * logits_tE.softmax(dim=1)).sum(dim=0)
+        square = (weights_t * logits_tE.logsumexp(dim=1).square()).sum()
+        choices_E = (weights_t1 * chosen_tE).sum(dim=0)
         noted = torch.cat([choices_E, probabilities_E.detach(), square.detach()[None], weights_t.sum()[None]])
         self._sums[layer] += noted
         loss = self._config.z_loss * square
         if self._shares_LE is not None:
-            loss = loss + self._config.balance_loss * len(choices_E) * (self._shares_LE[layer] @ probabilities_E)
+            loss = loss + self._config.balance_loss * len(choices_E) * (self._shares_LE[layer] * probabilities_E).sum()
         return _WithLoss.apply(gates, self._scale * loss)
 
     def metrics(self) -> Metrics:

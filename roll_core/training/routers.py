@@ -34,13 +34,14 @@ class Routers:
         """Gradients of these come next: some of one optimizer step."""
         self._step_tokens = micro_batches[0].counts.tokens
 
-    def replayed(self, layer: int, notes_tC: Tensor, experts_tk: Tensor) -> Tensor:
-        """The experts that tokens are sent to: those they went to before, or, if none are known, those that were chosen."""
-        num_chosen = experts_tk.shape[1]
+    def replayed(self, layer: int, notes_tC: Tensor, chosen_tk: Tensor) -> Tensor | None:
+        """The experts that tokens went to before, and for tokens of which that is not known those that were chosen. None if
+        it is known of no token, or does not matter."""
         if not self._replays or notes_tC.shape[1] == 1:
-            return experts_tk
-        known_tk = notes_tC[:, 1 + layer * num_chosen : 1 + (layer + 1) * num_chosen].to(experts_tk.dtype)
-        return torch.where(known_tk == NOT_RECORDED, experts_tk, known_tk)
+            return None
+        first = 1 + layer * chosen_tk.shape[1]
+        known_tk = notes_tC[:, first : first + chosen_tk.shape[1]].to(chosen_tk.dtype)
+        return torch.where(known_tk == NOT_RECORDED, chosen_tk, known_tk)
 
     def learn(self, layer: int, notes_tC: Tensor, logits_tE: Tensor, gates: Tensor, chosen_tE: Tensor) -> Tensor:
         """Note what a router chose, if it is trained by it; its gates, through which it learns."""

@@ -123,9 +123,10 @@ class TorchBackend(TorchTrained):
         self, layer: int, router: Qwen3MoeTopKRouter, _: Any, answered: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What a router answers, once it is known what the tokens are."""
-        logits_tE, gates_tk, chosen_tk = answered
-        experts_tk = self._routers.replayed(layer, self._notes_tC, chosen_tk)
-        if experts_tk is not chosen_tk:
+        logits_tE, gates_tk, experts_tk = answered
+        replayed_tk = self._routers.replayed(layer, self._notes_tC, experts_tk)
+        if replayed_tk is not None:
+            experts_tk = replayed_tk
             gates_tk = logits_tE.softmax(dim=-1, dtype=torch.float32).gather(1, experts_tk)
             if router.norm_topk_prob:
                 gates_tk = gates_tk / gates_tk.sum(dim=-1, keepdim=True)

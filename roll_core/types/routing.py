@@ -37,10 +37,11 @@ class RoutedExperts:
     def num_tokens(self) -> int:
         return len(self.numbers) // self._token_bytes
 
-    def as_array(self) -> NDArray[np.int16]:
-        """Numbers of experts [tokens, layers x experts a token], or NOT_RECORDED."""
-        found = np.frombuffer(self.numbers, dtype=f"<u{self.width}").reshape(-1, self.per_token).astype(np.int32)
-        return np.where(found == 2 ** (8 * self.width) - 1, NOT_RECORDED, found).astype(np.int16)
+    def as_array(self, tokens: slice = slice(None)) -> NDArray[np.int16]:
+        """Numbers of experts of these tokens [tokens, layers x experts a token], or NOT_RECORDED."""
+        found = np.frombuffer(self.numbers, dtype=f"<u{self.width}").reshape(-1, self.per_token)[tokens]
+        is_recorded = found != 2 ** (8 * self.width) - 1
+        return np.where(is_recorded, found.astype(np.int16), np.int16(NOT_RECORDED))
 
     def extended_by(self, later: Self) -> Self:
         """With those of a longer context that begins with the same tokens. What was known before stays: tokens were sampled

@@ -72,6 +72,16 @@ def test_shares_are_part_of_a_checkpoint_and_none_is_one_too(tmp_path):
     assert not gradient(another, logits_tE, slice(0, 4)).any()
 
 
+def test_nothing_is_rounded_where_a_models_arithmetic_is():
+    plain, rounded, logits_tE = losses(0.3, 0.3), losses(0.3, 0.3), logits()
+    gradient(plain, logits_tE, slice(0, 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        gradient(rounded, logits_tE, slice(0, 4))
+        assert rounded.metrics() == plain.metrics()
+        found = gradient(rounded, logits_tE, slice(0, 4))
+    assert torch.equal(found, gradient(plain, logits_tE, slice(0, 4)))
+
+
 @pytest.mark.parametrize("packing", Packing)
 def test_every_trained_token_counts_once_however_rows_are_packed_and_padding_never(packing):
     samples = random_samples(9)
