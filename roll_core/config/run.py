@@ -148,6 +148,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _adapters_have_a_backend(self):
+        if self.training.lora is not None and self.training.backend is not TrainingBackend.TORCH:
+            raise ValueError(
+                f"training.lora is of training.backend torch, and this is {self.training.backend.value}: leave it out, or "
+                "set training.backend=torch"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _layout_fills_the_trainer(self):
         layout, ranks = self.training.layout, len(self.placement.trainer)
         if self.training.backend is TrainingBackend.TORCH:

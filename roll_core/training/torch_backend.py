@@ -14,11 +14,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from roll_core.algorithms.inputs import LossFn
 from roll_core.batching.micro_batch import MicroBatch
+from roll_core.config.lora import LoraConfig
 from roll_core.config.model import ModelConfig
 from roll_core.errors import RollError
 from roll_core.models.checkpoint_names import as_checkpoint
 from roll_core.models.routers import routers_of
 from roll_core.training.base import Policy, Share, Snapshot
+from roll_core.training.lora import added_up
 from roll_core.training.loss_inputs import loss_inputs
 from roll_core.training.router_losses import write_shares
 from roll_core.training.routers import Routers
@@ -30,7 +32,8 @@ from roll_core.types.manifest import Metrics
 class TorchBackend(TorchTrained):
     def __init__(self, model: ModelConfig, settings: TorchSettings):
         self._model_config = model
-        self._scorer = _build_scorer(model, settings)
+        self._lora = settings.training.lora
+        self._scorer = _build_scorer(model, settings, self._lora)
         self._frozen: dict[str, TokenScorer] = {}
         super().__init__(self._scorer, settings, area="update")
         routers, num_layers = routers_of(self._scorer.model), len(self._scorer.model.base_model.layers)
@@ -96,18 +99,18 @@ class TorchBackend(TorchTrained):
             self._backward(loss(loss_inputs(batch, scored)), len(scored.logprobs_N))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        parameters = self._scorer.model.named_parameters()
-        return as_checkpoint((name, whole(parameter.detach())) for name, parameter in parameters)
+        named = ((name, whole(parameter.detach())) for name, parameter in self._scorer.model.named_parameters())
+        return as_checkpoint(named if self._lora is None else added_up(named, self._lora))
 
     def load_frozen(self, name: str, folder: Path) -> None:
-        frozen = _build_scorer(self._model_config, self._settings)
+        frozen = _build_scorer(self._model_config, self._settings, self._lora)
         state: dict[str, Any] = {"model": get_model_state_dict(frozen)}
         dcp.load(state, checkpoint_id=folder, no_dist=world_size() == 1)
         set_model_state_dict(frozen, state["model"])
         self._frozen[name] = frozen.requires_grad_(False)
 
     def build_frozen(self, name: str, model: ModelConfig) -> None:
-        frozen = _build_scorer(model, self._settings)
+        frozen = _build_scorer(model, self._settings, lora=None)
         theirs, ours = (scorer.model.config.vocab_size for scorer in (frozen, self._scorer))
         if theirs != ours:
             raise RollError(f"algorithm.teachers: {name} has a vocabulary of {theirs} tokens, the policy one of {ours}")
@@ -145,8 +148,9 @@ class TorchBackend(TorchTrained):
         return self._frozen[Policy.REFERENCE].reference_states(batch)
 
 
-def _build_scorer(model: ModelConfig, settings: TorchSettings) -> TokenScorer:
-    scorer = TokenScorer(settings.build_model(model), settings.temperature, settings.training.logprob_chunk_tokens)
+def _build_scorer(model: ModelConfig, settings: TorchSettings, lora: LoraConfig | None) -> TokenScorer:
+    built = settings.build_model(model, lora)
+    scorer = TokenScorer(built, settings.temperature, settings.training.logprob_chunk_tokens)
     settings.shard(scorer, scorer.model.base_model.layers)
     if world_size() > 1:
         register_fsdp_forward_method(scorer, "reference_states")

@@ -23,12 +23,14 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from roll_core.algorithms.inputs import LossOutputs
+from roll_core.config.lora import LoraConfig
 from roll_core.config.model import ModelConfig
 from roll_core.config.training import OptimizerConfig, Precision, TrainingConfig
 from roll_core.models.causal_lm import build_model
 from roll_core.training.base import Snapshot
 from roll_core.training.checkpoint_files import written_files
 from roll_core.training.host_copy import HostCopy
+from roll_core.training.lora import adapt
 from roll_core.training.residence import Residence, lay_flat
 from roll_core.training.schedule import learning_rate_at
 from roll_core.types.manifest import Metrics
@@ -43,8 +45,10 @@ class TorchSettings:
     temperature: float
     device: torch.device
 
-    def build_model(self, model: ModelConfig) -> PreTrainedModel:
+    def build_model(self, model: ModelConfig, lora: LoraConfig | None = None) -> PreTrainedModel:
         built = build_model(model, self.seed)
+        if lora is not None:
+            adapt(built, lora, self.seed)
         if world_size() == 1:  # of several, each gets its part when it is sharded, layer by layer
             lay_flat(built, self.device)
         if self.training.activation_checkpointing:
