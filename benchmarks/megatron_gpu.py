@@ -1,6 +1,6 @@
 """What the megatron backend does on one GPU, in bfloat16, with weights drawn there: nothing is read, nothing is downloaded.
 
-    python benchmarks/megatron_gpu.py [--shape dense-1.7b|mixture-4b|tiny|tiny-mixture] [--seconds 60] [--recompute] [--plan-only]
+    python benchmarks/megatron_gpu.py [--shape dense-1.7b|mixture-4b|...] [--seconds 60] [--recompute] [--plan-only]
 
 Needs neither Ray nor vLLM; without a GPU only the tiny shapes make sense. Prints tokens/s and their share of the GPU's
 arithmetic (MFU: 6 operations for each parameter a token goes through, and attention's, of 989 TFLOP/s dense bfloat16; what

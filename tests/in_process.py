@@ -45,6 +45,8 @@ class InProcess:
         config = self._sampled_by
         # A new engine every time: asyncio's primitives belong to the loop they were made in.
         engine = TorchEngine(config.model, seed=0, num_slots=64, device=torch.device("cpu"), dtype=self._engine_dtype)
+        if config.training.routing.replay:
+            engine.record_experts()
         await adopt(engine, WeightsUpdate(iteration - 1, self.learner.weights()), InFlight.FINISH)
         scheduler = scheduler_in_process(config, engine, RewardRole(config))
         groups = config.rollout.num_groups

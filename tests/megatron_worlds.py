@@ -3,12 +3,14 @@
 Imports cost more than all layouts together: a server imports once, the processes of a world are forked from it.
 """
 
+import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from roll_core.algorithms.catalog import build_algorithm
 from roll_core.batching.micro_batch import MicroBatch
 from roll_core.batching.packing import PackingLimits
 from roll_core.config.algorithm import AlgorithmConfig, Grpo, Gspo
+from roll_core.config.experts import ExpertsConfig
 from roll_core.config.layout import LayoutConfig
 from roll_core.config.model import Architecture, ScratchModel
 from roll_core.config.policy_update import Aggregation, KlLossConfig, RatioLevel
@@ -29,6 +32,9 @@ from roll_core.training.base import Policy, Share
 from roll_core.training.megatron_backend import MegatronBackend, MegatronSettings
 from roll_core.training.torch_backend import TorchBackend
 from roll_core.training.torch_trained import TorchSettings, over_ranks
+from roll_core.types.manifest import Metrics
+from roll_core.types.routing import RoutedExperts
+from roll_core.types.sample import Sample
 from tests.micro_batches import cut, random_tokens
 from tests.support import random_samples
 
@@ -59,12 +65,14 @@ class Case:
     packing: Packing = Packing.SHARED_PROMPTS
     recomputes: bool = False
     loaded_under: LayoutConfig | None = None
+    experts: ExpertsConfig | None = None
 
     @property
     def name(self) -> str:
         parts = [self.model, _short(self.layout), {"none": "padded", "rows": "packed"}.get(self.packing, "shared prompts")]
         parts += ["recomputed"] if self.recomputes else []
         parts += [f"loaded under {_short(self.loaded_under)}"] if self.loaded_under is not None else []
+        parts += list(self.experts.model_dump(exclude_defaults=True)) if self.experts is not None else []
         return ", ".join(parts)
 
     def training(self, layout: LayoutConfig) -> TrainingConfig:
@@ -73,19 +81,24 @@ class Case:
             layout=layout,
             activation_checkpointing=self.recomputes,
             logprob_chunk_tokens=7,
+            experts=self.experts,
         )
 
 
 @dataclass(frozen=True)
 class Found:
     """What training came to: losses, gradient norms, logprobs and divergences (by place) of every step, gradients of the
-    first, and weights after the last."""
+    first, weights after the last, and losses of routers in every step, where they have any."""
 
     losses: list[float]
     norms: list[float]
     gradients: dict[str, Tensor]
     scores: list[Tensor]
     weights: dict[str, Tensor]
+    routers: list[Metrics]
+
+
+ROUTER_LOSSES = ("experts/balance_loss", "experts/z_loss")
 
 
 def _short(layout: LayoutConfig) -> str:
@@ -96,14 +109,29 @@ def _short(layout: LayoutConfig) -> str:
 def micro_batches(case: Case, share: Share, step: int) -> list[MicroBatch]:
     """Several of a rank, of other tokens in every step."""
     samples = random_samples(NUM_SAMPLES, seed=step)
+    if case.experts is not None and case.experts.replay:
+        samples = [_recorded(sample) for sample in samples]
     row_tokens = 26 if case.packing is Packing.SHARED_PROMPTS else None
     limits = PackingLimits(52 // share.count, row_tokens, case.packing, share.row_multiple)
     return cut(samples, limits, random_tokens(samples, seed=step), rank=share.index, num_ranks=share.count)
 
 
+def _recorded(sample: Sample) -> Sample:
+    """With experts that no router chose, drawn by the tokens up to each, so that prompts that are shared have the same; and
+    without any, if the first token says so."""
+    if sample.token_ids[0] % 3 == 0:
+        return sample
+    layers, experts, chosen = SIZES["num_layers"], SIZES["num_experts"], MODELS["qwen3_moe"].experts_per_token
+    rows = []
+    for place in range(sample.num_tokens - 1):
+        drawn = random.Random(hash(sample.token_ids[: place + 1]))
+        rows.append([expert for _ in range(layers) for expert in drawn.sample(range(experts), chosen)])
+    return replace(sample, experts=RoutedExperts.of(np.array(rows, dtype=np.int16), experts))
+
+
 def train(case: Case, folder: Path, new_backend: Callable[[TrainingConfig], Any]) -> Found:
     """The steps of all losses, by this rank."""
-    backend, found = new_backend(case.training(case.layout)), Found([], [], {}, [], {})
+    backend, found = new_backend(case.training(case.layout)), Found([], [], {}, [], {}, [])
     backend.start_optimizer(OPTIMIZER, total_steps=10)
     backend.build_frozen(Policy.REFERENCE, REFERENCE)
     for step, algorithm in enumerate(LOSSES):
@@ -118,6 +146,7 @@ def train(case: Case, folder: Path, new_backend: Callable[[TrainingConfig], Any]
         metrics = backend.apply_gradients()
         found.losses.append(metrics["update/loss"])
         found.norms.append(metrics["update/gradient_norm"])
+        found.routers.append({name: metrics[name] for name in ROUTER_LOSSES if name in metrics})
         if step == 0 and case.loaded_under is not None:
             backend.snapshot()(folder)
             dist.barrier()
@@ -143,14 +172,14 @@ def _of_all_shares(parts: list[MicroBatch], scores: list[Tensor], share: Share) 
 
 
 @cache
-def expected(model: str) -> Found:
+def expected(model: str, experts: ExpertsConfig | None = None) -> Found:
     """By the torch backend, in one process."""
 
     def new_backend(training: TrainingConfig) -> TorchBackend:
-        torch_training = TrainingConfig(logprob_chunk_tokens=training.logprob_chunk_tokens)
+        torch_training = TrainingConfig(logprob_chunk_tokens=training.logprob_chunk_tokens, experts=training.experts)
         return TorchBackend(MODELS[model], TorchSettings(torch_training, 3, 1.0, torch.device("cpu")))
 
-    return train(Case(model), Path(), new_backend)
+    return train(Case(model, experts=experts), Path(), new_backend)
 
 
 Worlds = dict[int, list[Case]]
@@ -195,6 +224,8 @@ def assert_equal(found: Found, wanted: Found) -> None:
     """Within 1e-5: of a loss, a logprob and a divergence, and of the largest number of a gradient and of a weight."""
     assert found.losses == pytest.approx(wanted.losses, abs=1e-5)
     assert found.norms == pytest.approx(wanted.norms, rel=1e-5)
+    for values, wanted_values in zip(found.routers, wanted.routers, strict=True):
+        assert values == pytest.approx(wanted_values, rel=1e-5)
     for mine, theirs in zip(found.scores, wanted.scores, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0.0, atol=1e-5)
     for mine_by_name, theirs_by_name in ((found.gradients, wanted.gradients), (found.weights, wanted.weights)):

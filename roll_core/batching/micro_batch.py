@@ -5,12 +5,15 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from roll_core.batching.packing import PackingLimits, Unit, plan_ranks, plan_units
 from roll_core.batching.token_data import TokenData
 from roll_core.config.training import Packing
+from roll_core.types.routing import NOT_RECORDED
 from roll_core.types.sample import Sample
 
 
@@ -47,6 +50,9 @@ class MicroBatch:
     sample_S: Tensor
     tokens: TokenData
     counts: GlobalCounts
+    experts_RTC: Tensor | None = None
+    """Which experts tokens went to in the engine, layer by layer, where that is known of any; -1 where it is not. Those of a
+    prompt that several sequences share are those of the first."""
 
     @property
     def num_sequences(self) -> int:
@@ -70,6 +76,8 @@ class MicroBatch:
         }
         for name in ("predicted_by_N", "target_ids_N", "sequence_N", "place_N", "ends_S", "sample_S"):
             row[name] = nothing
+        if self.experts_RTC is not None:
+            row["experts_RTC"] = torch.full_like(self.experts_RTC[:1], NOT_RECORDED)
         return replace(self, **row, tokens=self.tokens.take(nothing))
 
     def with_signals(self, **signals: Tensor) -> "MicroBatch":
@@ -83,6 +91,14 @@ class MicroBatch:
         related = (segment[:, None, :, None] == looked_at) | (prefix[:, None, :, None] == looked_at)
         num_tokens = segment.shape[1]
         return related & torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=segment.device).tril()
+
+    def routing_notes(self) -> Tensor:
+        """[R, T, C], what routers are told of each token: how many trained tokens it predicts, -1 for padding, then which
+        experts it is known to have gone to. A token that several completions share counts for each of them."""
+        predicts = torch.zeros_like(self.token_ids_RT).flatten()
+        predicts.scatter_add_(0, self.predicted_by_N, torch.ones_like(self.predicted_by_N))
+        notes_RT1 = torch.where(self.segment_RT > 0, predicts.view_as(self.segment_RT), -1)[..., None].to(torch.int16)
+        return notes_RT1 if self.experts_RTC is None else torch.cat([notes_RT1, self.experts_RTC], dim=2)
 
     def to(self, device: torch.device) -> "MicroBatch":
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
@@ -145,6 +161,7 @@ class _Builder:
         self.place: list[int] = []
         self.ends: list[int] = []
         self.sample: list[int] = []
+        self.experts = _empty_experts(placed.samples, num_rows, width)
         self._placed = placed
         self._width = width
 
@@ -155,11 +172,13 @@ class _Builder:
             prompt_segment = segment = segment + 1
             prompt_start, length = start, prompt.num_prompt_tokens
             self._put(row, start, prompt.token_ids[:length], 0, segment, segment)
+            self._put_experts(row, start, prompt, slice(0, length))
             start += length
             for index in unit:
                 segment += 1
                 rest = self._placed.samples[index].token_ids[length:]
                 self._put(row, start, rest, length, segment, prompt_segment)
+                self._put_experts(row, start, self._placed.samples[index], slice(length, None))
                 self._train(index, row * self._width + start, row * self._width + prompt_start + length - 1)
                 start += len(rest)
 
@@ -169,6 +188,11 @@ class _Builder:
         self.positions[row][start:end] = range(position, position + len(tokens))
         self.segments[row][start:end] = [segment] * len(tokens)
         self.prefixes[row][start:end] = [prefix] * len(tokens)
+
+    def _put_experts(self, row: int, start: int, sample: Sample, part: slice) -> None:
+        if self.experts is not None and sample.experts is not None:
+            known = sample.experts.as_array(part)
+            self.experts[row, start : start + len(known)] = known
 
     def _train(self, index: int, rest_at: int, prompt_end_at: int) -> None:
         """Note the trained tokens of a sample whose tokens after the prompt lie at flat position `rest_at`."""
@@ -183,6 +207,11 @@ class _Builder:
         self.place.extend(range(first, first + len(self.targets) - before))
         self.ends.append(rest_at + sample.num_tokens - length - 1)
         self.sample.append(self._placed.number[index])
+
+
+def _empty_experts(samples: Sequence[Sample], num_rows: int, width: int) -> NDArray[np.int16] | None:
+    per_token = next((sample.experts.per_token for sample in samples if sample.experts is not None), None)
+    return None if per_token is None else np.full((num_rows, width, per_token), NOT_RECORDED, dtype=np.int16)
 
 
 def _assemble(
@@ -208,4 +237,5 @@ def _assemble(
         sample_S=torch.tensor(built.sample, dtype=torch.long),
         tokens=tokens.take(place_N),
         counts=counts,
+        experts_RTC=None if built.experts is None else torch.from_numpy(built.experts),
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from roll_core.algorithms.credit import CreditInputs
 from roll_core.algorithms.inputs import AdvantageInputs
+from roll_core.types.routing import RoutedExperts, extended
 from roll_core.types.sample import Sample
 from roll_core.types.trajectory import GREEDY_ATTEMPT, Ending, Score, Trajectory, Turn
 
@@ -97,11 +98,13 @@ def _states(trajectory: Trajectory) -> list[tuple[int, ...]]:
 def _as_sample(trajectory: Trajectory) -> Sample:
     token_ids: tuple[int, ...] = ()
     trained: tuple[bool, ...] = ()
+    experts: RoutedExperts | None = None
     for turn in trajectory.turns:
         observed = _new_tokens(turn, token_ids, trajectory.problem_id)
         token_ids += observed + turn.completion_ids
         trained += (False,) * len(observed) + (True,) * len(turn.completion_ids)
-    return Sample(token_ids, trained)
+        experts = extended(experts, turn.experts)
+    return Sample(token_ids, trained, experts)
 
 
 def _new_tokens(turn: Turn, so_far: tuple[int, ...], problem_id: str) -> tuple[int, ...]:

@@ -155,6 +155,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _adapters_have_a_backend(self):
+        if self.training.lora is not None and self.training.backend is not TrainingBackend.TORCH:
+            raise ValueError(
+                f"training.lora is of training.backend torch, and this is {self.training.backend.value}: leave it out, or "
+                "set training.backend=torch"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _layout_fills_the_trainer(self):
         layout, ranks = self.training.layout, len(self.placement.trainer)
         if self.training.backend is TrainingBackend.TORCH:
@@ -258,6 +267,15 @@ class RunConfig(Section):
             raise ValueError(
                 "training.agreement compares logprobs of trainer and engines, and inference.kind rehearsal has no model: "
                 "leave training.agreement out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _engine_says_which_experts_it_chose(self):
+        if self.training.routing.replay and not isinstance(self.inference, TorchInference):
+            raise ValueError(
+                f"training.experts.replay needs an engine that records which experts it chose, and inference.kind "
+                f"{self.inference.kind} does not so far: set inference.kind=torch, or leave training.experts.replay out"
             )
         return self
 

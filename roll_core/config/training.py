@@ -8,6 +8,7 @@ from roll_core.config.agreement import AgreementConfig
 from roll_core.config.base import Section
 from roll_core.config.experts import ExpertsConfig
 from roll_core.config.layout import LayoutConfig
+from roll_core.config.lora import LoraConfig
 
 
 class Decay(StrEnum):
@@ -79,14 +80,22 @@ class TrainingConfig(Section):
     offload: bool = False
     """Weights and optimizer state wait in host memory while engines on the trainer's devices generate, which then have the
     devices to themselves (inference.memory_share). Needs placement.trainer and placement.engines on the same GPUs."""
+    lora: LoraConfig | None = None
+    """Train small matrices beside the model's own; null trains all of it. Of training.backend torch."""
     experts: ExpertsConfig | None = None
-    """A limit on how unevenly a mixture uses its experts; null only measures (metrics experts/*)."""
+    """How a mixture's routers are trained, and a limit on how unevenly it uses its experts; null trains routers like all
+    else, and only measures (metrics experts/*)."""
     agreement: AgreementConfig | None = None
     """Limits on how far the trainer's logprobs may be from the engines'; null only measures (metrics mismatch/*)."""
 
     @property
     def steps_per_iteration(self) -> int:
         return self.optimizer_steps * self.epochs
+
+    @property
+    def routing(self) -> ExpertsConfig:
+        """How routers are trained: the section, or what null means."""
+        return self.experts or ExpertsConfig()
 
 
 class WarmStartOptimizer(OptimizerConfig):

@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from roll_core.inference.requests import Completion, GenerationRequest
+from roll_core.types.routing import RoutedExperts
 from roll_core.types.trajectory import Ending
 
 
@@ -25,8 +26,13 @@ class Growing:
                     sampler_logprobs=tuple(self.logprobs),
                     weights_versions=tuple(self.versions),
                     ending=ending,
+                    experts=self.routed_experts(),
                 )
             )
+
+    def routed_experts(self) -> RoutedExperts | None:
+        """Of the context and the new tokens; engines that record them know."""
+        return None
 
 
 def refuse_what_cannot_be(request: GenerationRequest, max_positions: int, vocabulary: int) -> None:

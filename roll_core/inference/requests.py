@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from roll_core.types.routing import RoutedExperts
 from roll_core.types.trajectory import Ending
 
 
@@ -52,3 +53,5 @@ class Completion:
     sampler_logprobs: tuple[float, ...]
     weights_versions: tuple[int, ...]
     ending: Ending
+    experts: RoutedExperts | None = None
+    """Of the request's context and the new tokens, if the engine records them."""

@@ -10,16 +10,19 @@ from collections import deque
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from roll_core.config.model import ModelConfig
 from roll_core.config.rollout import InFlight
 from roll_core.errors import WeightsMismatch
+from roll_core.inference.expert_recorder import ExpertRecorder
 from roll_core.inference.growing import Growing, refuse_what_cannot_be
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.sampling import draw
 from roll_core.models.causal_lm import build_model
 from roll_core.models.checkpoint_names import as_checkpoint
+from roll_core.types.routing import RoutedExperts
 from roll_core.types.trajectory import Ending
 from roll_core.weights.broadcast import Meeting, Receiver
 from roll_core.weights.buckets import BroadcastBucket, Bucket, DeviceBucket, WeightsBucket, cut, unpack
@@ -32,6 +35,15 @@ context of its own: at once, their keys and values would need the room of a seco
 
 class _Sequence(Growing):
     """A request on its way: waiting until it has a slot, then growing a token a step."""
+
+    def __init__(self, request: GenerationRequest, done: "asyncio.Future[Completion]", recorder: ExpertRecorder | None):
+        super().__init__(request, done)
+        self._recorder = recorder
+        self.chosen: list[NDArray[np.int16]] = []
+        """Experts of its tokens, if they are recorded: those of its context, and one by one those of its new tokens."""
+
+    def routed_experts(self) -> RoutedExperts | None:
+        return self._recorder.pack(self.chosen) if self._recorder is not None and self.chosen else None
 
     @property
     def num_cached(self) -> int:
@@ -107,11 +119,16 @@ class TorchEngine:
         self._missing: set[str] = set()
         self._receiver: Receiver | None = None
         self._loop_task: asyncio.Task[None] | None = None
+        self._recorder: ExpertRecorder | None = None
+
+    def record_experts(self) -> None:
+        """From now on completions say which experts their tokens went to."""
+        self._recorder = ExpertRecorder(self._model)
 
     async def generate(self, request: GenerationRequest) -> Completion:
         refuse_what_cannot_be(request, self._max_tokens, self._model.config.vocab_size)
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Sequence(request, done))
+        self._waiting.append(_Sequence(request, done, self._recorder))
         self._ensure_stepping()
         return await done
 
@@ -226,6 +243,11 @@ class TorchEngine:
         last_PH = hidden[torch.arange(len(contexts)), lengths_P - 1]
         context_of_slot = torch.tensor([number[s.request.context_ids] for s in starting])
         cache.keep_fresh(first_slot, context_of_slot)
+        if self._recorder is not None:
+            chosen_PTC = self._recorder.take().reshape(len(contexts), longest, -1)
+            for sequence in starting:
+                context = sequence.request.context_ids
+                sequence.chosen.append(chosen_PTC[number[context], : len(context)])
         self._sample(starting, self._logits(last_PH)[context_of_slot])
 
     def _take_waiting(self, most: int) -> list[_Sequence]:
@@ -252,6 +274,9 @@ class TorchEngine:
         cache.begin_decode(positions_B, num_tokens)
         newest_B1 = torch.tensor([[s.token_ids[-1]] for s in self._running])
         hidden = self._forward(newest_B1, positions_B[:, None], visible_BT[:, None, None, :], cache)
+        if self._recorder is not None:
+            for sequence, chosen_C in zip(self._running, self._recorder.take(), strict=True):
+                sequence.chosen.append(chosen_C[None])
         self._sample(self._running, self._logits(hidden[:, 0]))
 
     def _forward(self, token_ids: Tensor, positions: Tensor, mask: Tensor, cache: _SlotCache) -> Tensor:

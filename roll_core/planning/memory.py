@@ -18,7 +18,7 @@ from roll_core.config.placement import ClusterConfig
 from roll_core.config.run import RunConfig
 from roll_core.config.training import Precision, TrainingBackend
 from roll_core.planning.activations import kept_bytes_between_layers, kept_bytes_of_a_layer
-from roll_core.planning.model_shape import layer_parameters, parameters_of
+from roll_core.planning.model_shape import layer_parameters, lora_parameters, parameters_of
 from roll_core.planning.sharding import RankWeights, largest_stages, rows_of_vocabulary, weights_of_stages
 
 GB = 1e9
@@ -101,6 +101,9 @@ def _torch_memory(config: RunConfig, shape: ModelShape) -> TrainerMemory:
     ranks, training, parameters = len(config.placement.trainer), config.training, parameters_of(shape)
     num_models = 2 if config.algorithm.has_critic else 1
     weights = 4 * parameters.total / ranks / GB
+    # A critic learns as a whole, a policy with training.lora by small matrices beside its own.
+    added = 0.0 if training.lora is None else 4 * lora_parameters(shape, training.lora) / ranks / GB
+    learning = (num_models - 1) * weights + (weights if training.lora is None else added)
     kept = (
         shape.layers * kept_bytes_between_layers(config, shape) + kept_bytes_of_a_layer(config, shape)
         if training.activation_checkpointing
@@ -117,9 +120,9 @@ def _torch_memory(config: RunConfig, shape: ModelShape) -> TrainerMemory:
         has_copies = training.precision is Precision.BFLOAT16
         buffers = 2 * (parameters.attention + parameters.mlp + parameters.router) / GB if has_copies else 0.0
     return TrainerMemory(
-        weights=num_models * weights,
-        gradients=num_models * weights,
-        optimizer=2 * num_models * weights,
+        weights=num_models * weights + added,
+        gradients=learning,
+        optimizer=2 * learning,
         frozen=num_frozen(config) * weights,
         activations=training.micro_batch_tokens * kept / GB,
         logits=_logits_gb(config, shape, shape.vocabulary),

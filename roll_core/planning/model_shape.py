@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from roll_core.config.lora import LoraConfig, LoraTarget
 from roll_core.config.model import Architecture, ModelConfig, ModelShape, PretrainedModel, ScratchModel
 from roll_core.models.characters import VOCABULARY
 
@@ -69,6 +70,20 @@ def layer_parameters(shape: ModelShape) -> Parameters:
     )
 
 
+def lora_parameters(shape: ModelShape, lora: LoraConfig) -> int:
+    """Weights that are added to a model, and learn."""
+    hidden, queries, keys = shape.hidden, shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    features = {
+        LoraTarget.QUERY: hidden + queries,
+        LoraTarget.KEY: hidden + keys,
+        LoraTarget.VALUE: hidden + keys,
+        LoraTarget.OUTPUT: queries + hidden,
+    }
+    if not shape.experts:
+        features |= dict.fromkeys((LoraTarget.GATE, LoraTarget.UP, LoraTarget.DOWN), hidden + shape.intermediate)
+    return shape.layers * lora.rank * sum(features.get(target, 0) for target in lora.targets)
+
+
 def shape_of(model: ModelConfig) -> ModelShape | None:
     """As the folder has it, else as the config says; None for a model that is not here and has no `model.shape`."""
     match model:
@@ -95,7 +110,7 @@ def shape_of(model: ModelConfig) -> ModelShape | None:
 def _read(described: dict[str, Any]) -> ModelShape:
     """What Hugging Face says of a model of the Llama or Qwen3 kind."""
     hidden, heads = described["hidden_size"], described["num_attention_heads"]
-    experts = described.get("num_experts", described.get("num_local_experts", 0))  # as published, and as transformers 5 saves
+    experts = described.get("num_experts", described.get("num_local_experts", 0))  # published, and saved by transformers 5
     return ModelShape(
         hidden=hidden,
         intermediate=described["moe_intermediate_size" if experts else "intermediate_size"],

@@ -6,6 +6,7 @@ from pathlib import Path
 from roll_core.config.algorithm import Distillation
 from roll_core.config.inference import VllmInference
 from roll_core.config.launcher import SlurmLauncher
+from roll_core.config.lora import IN_ATTENTION
 from roll_core.config.model import PretrainedModel
 from roll_core.config.placement import DeviceKind
 from roll_core.config.run import RunConfig
@@ -36,6 +37,8 @@ def check_ready(config: RunConfig) -> None:
     if config.training.backend is TrainingBackend.MEGATRON:
         require("megatron", Extra.MEGATRON, "training.backend megatron")
     check_layout(config)
+    check_experts(config)
+    check_targets(config)
     _check_devices(config)
     _check_engine(config)
     check_room(config)
@@ -113,6 +116,23 @@ def check_layout(config: RunConfig) -> None:
         check_divisible(shape.heads, shape.kv_heads, config.inference.tensor_parallel)
 
 
+def check_experts(config: RunConfig) -> None:
+    """Raise one sentence if the config is about experts that the model, where it is known, does not have."""
+    shape, key = shape_of(config.model), config.training.routing.needs_experts
+    if shape is not None and not shape.experts and key is not None:
+        raise UserError(f"training.experts.{key}: the model has no experts: leave it out, or train a mixture")
+
+
+def check_targets(config: RunConfig) -> None:
+    """Raise one sentence if nothing of the model, where it is known, would learn."""
+    shape, lora = shape_of(config.model), config.training.lora
+    if lora is not None and shape is not None and shape.experts and IN_ATTENTION.isdisjoint(lora.targets):
+        raise UserError(
+            f"training.lora.targets ({', '.join(lora.targets)}): experts of a mixture are no linear layers, so nothing "
+            f"would learn: add {', '.join(sorted(IN_ATTENTION))}"
+        )
+
+
 def check_room(config: RunConfig) -> None:
     """Raise one sentence if model and batch, where both the model and the GPUs are known, do not fit."""
     shape, device_gb = shape_of(config.model), device_memory_gb(config.cluster)
@@ -171,6 +191,16 @@ def _check_fork(config: RunConfig) -> None:
         raise UserError(f"model: a fork of {origin.run_id} goes on with its model; start a new run to change it")
     if parent.algorithm.has_critic != config.algorithm.has_critic:
         raise UserError(f"algorithm.kind: {origin.run_id} and its fork must both have a critic, or neither")
+    if parent.training.lora != config.training.lora:
+        raise UserError(
+            f"training.lora: checkpoints of {origin.run_id} are of other matrices: leave it as it was there, or export the "
+            "policy (roll export) and start a new run from that folder"
+        )
+    if parent.training.routing.freeze_router and not config.training.routing.freeze_router:
+        raise UserError(
+            f"training.experts.freeze_router: {origin.run_id} left its routers as they were, and its checkpoints have no "
+            "optimizer state of them: set it to true, or start a new run"
+        )
     there = checkpoint_iterations(store, origin.run_id)
     if origin.iteration not in there:
         raise UserError(
@@ -199,6 +229,10 @@ def checkpoint_iteration(config: RunConfig, teacher: RunTeacher, key: str) -> in
     run = find_run(store, teacher.run_id, f"{key}.run_id")
     if read_config(run).model != config.model:
         raise UserError(f"{key}.run_id: {teacher.run_id} trained another model: give this run the same `model`")
+    if read_config(run).training.lora != config.training.lora:
+        raise UserError(
+            f"{key}.run_id: {teacher.run_id} has another training.lora: export its policy (roll export), and name the folder"
+        )
     there = checkpoint_iterations(store, teacher.run_id)
     if not there:
         raise UserError(f"{key}.run_id: {teacher.run_id} has no checkpoint yet: wait for it or name another run")

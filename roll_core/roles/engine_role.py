@@ -148,7 +148,10 @@ def _build_engine_with_model(
             import_models()
             from roll_core.inference.torch_engine import TorchEngine
 
-            return TorchEngine(config.model, seed=config.seed, num_slots=num_slots, device=device, dtype=dtype)
+            engine = TorchEngine(config.model, seed=config.seed, num_slots=num_slots, device=device, dtype=dtype)
+            if config.training.routing.replay:
+                engine.record_experts()
+            return engine
         case VllmInference():
             from roll_core.inference.vllm_engine import VllmEngine
 

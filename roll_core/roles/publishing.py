@@ -82,7 +82,8 @@ class Publisher:
 
     def _publish_on_devices(self, version: int) -> tuple[dict[str, int], str]:
         """Through the memory of the GPU that rank and engine are on."""
-        lie_as_they_are_read = len(self._ranks) == 1 and self._config.training.backend is TrainingBackend.TORCH
+        training = self._config.training
+        lie_as_they_are_read = len(self._ranks) == 1 and training.backend is TrainingBackend.TORCH and training.lora is None
         share = self._share_in_place if lie_as_they_are_read else self._share_by_buckets
         num_bytes, digest = share(version)
         if dead := self._workforce.dead(known_alive=num_bytes):

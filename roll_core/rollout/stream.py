@@ -29,6 +29,7 @@ from roll_core.rollout.router import (
 )
 from roll_core.rollout.tracing import trace_of
 from roll_core.types.manifest import DrawOutcome, Metrics
+from roll_core.types.routing import extended
 from roll_core.types.trace import AttemptTrace
 from roll_core.types.trajectory import Ending, Failure, Problem, Score, Trajectory, Turn
 
@@ -306,6 +307,7 @@ class Stream:
             sampler_logprobs=completion.sampler_logprobs,
             weights_versions=completion.weights_versions,
             text=self._renderer.text(completion.token_ids),
+            experts=completion.experts,
         )
         group, number = attempt.place
         return Trajectory(
@@ -334,6 +336,7 @@ def _joined(partial: Completion | None, rest: Completion) -> Completion:
         sampler_logprobs=partial.sampler_logprobs + rest.sampler_logprobs,
         weights_versions=partial.weights_versions + rest.weights_versions,
         ending=rest.ending,
+        experts=extended(partial.experts, rest.experts),
     )
 
 

@@ -5,6 +5,7 @@ import io
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from roll_core.types.routing import RoutedExperts
 from roll_core.types.trajectory import Ending, Failure, Score, Trajectory, Turn
 
 _TURN = pa.struct(
@@ -15,6 +16,7 @@ _TURN = pa.struct(
         ("weights_versions", pa.list_(pa.int32())),
         ("text", pa.string()),
         ("reward", pa.float64()),
+        ("experts", pa.struct([("numbers", pa.binary()), ("per_token", pa.int32()), ("width", pa.int32())])),
     ]
 )
 _SCHEMA = pa.schema(
@@ -39,7 +41,7 @@ def encode_trajectories(trajectories: list[Trajectory]) -> bytes:
             "domain": t.domain,
             "group": t.group,
             "attempt": t.attempt,
-            "turns": [_record_of(turn) for turn in t.turns],
+            "turns": [_record_of_turn(turn) for turn in t.turns],
             "ending": t.ending.value,
             "score": _record_of(t.score) if t.score else None,
             "failure": _record_of(t.failure) if t.failure else None,
@@ -66,6 +68,7 @@ def decode_trajectories(data: bytes) -> list[Trajectory]:
                     weights_versions=tuple(turn["weights_versions"]),
                     text=turn["text"],
                     reward=turn.get("reward", 0.0),  # rollouts written before turns were paid have none
+                    experts=RoutedExperts(**turn["experts"]) if turn.get("experts") else None,  # nor did all record these
                 )
                 for turn in row["turns"]
             ),
@@ -77,5 +80,9 @@ def decode_trajectories(data: bytes) -> list[Trajectory]:
     ]
 
 
-def _record_of(record: Turn | Score | Failure) -> dict[str, object]:
+def _record_of_turn(turn: Turn) -> dict[str, object]:
+    return vars(turn) | {"experts": _record_of(turn.experts) if turn.experts else None}
+
+
+def _record_of(record: RoutedExperts | Score | Failure) -> dict[str, object]:
     return vars(record)

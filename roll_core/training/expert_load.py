@@ -1,20 +1,14 @@
-"""How evenly a mixture's experts are used by the tokens it is trained on, padding included; noted where routers choose.
+"""How evenly a mixture's experts are used by the tokens it is trained on, prompts included and padding not.
 
 Shapes: L layers, E experts, t tokens of a rank that go through a layer.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from roll_core.config.experts import EXPERTS
 from roll_core.training.torch_trained import over_ranks
 from roll_core.types.manifest import Metrics
-
-Counts = Callable[[Any], Tensor]
-"""How many tokens each expert gets (E), by what a router answers."""
 
 
 class ExpertLoad:
@@ -23,12 +17,9 @@ class ExpertLoad:
     def __init__(self, num_layers: int, num_experts: int, device: torch.device):
         self._counts_LE = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
 
-    def watch(self, router: nn.Module, layer: int, counts: Counts) -> None:
-        def note(_: nn.Module, __: Any, answered: Any) -> None:
-            if torch.is_grad_enabled():
-                self._counts_LE[layer] += counts(answered)
-
-        router.register_forward_hook(note)
+    def note(self, layer: int, chosen_tE: Tensor, counts_t: Tensor) -> None:
+        """Which experts the tokens of a micro-batch go to, of those that count."""
+        self._counts_LE[layer] += (chosen_tE.bool() & counts_t[:, None]).sum(dim=0)
 
     def discard(self) -> None:
         self._counts_LE.zero_()

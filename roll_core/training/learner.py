@@ -303,7 +303,7 @@ class Learner:
 
     def _pulling(self, batch: GradedBatch, credit: Credit) -> Sequence[int]:
         """Samples that have a gradient: all of them, unless zero advantages are known to have none."""
-        if not self._algorithm.skips_zero_advantages:
+        if not self._algorithm.skips_zero_advantages or self._config.training.routing.has_losses:
             return range(len(batch.samples))
         sequence_N = batch.credit.outcomes.sequence_N
         return torch.unique(sequence_N[credit.advantages_N != 0]).tolist()

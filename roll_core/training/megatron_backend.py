@@ -24,20 +24,20 @@ from roll_core.models.megatron_names import MegatronNames
 from roll_core.models.tensor_files import NamedTensors, TensorFiles, TensorsInMemory
 from roll_core.training.base import Policy, Share, Snapshot
 from roll_core.training.checkpoint_files import written_files
-from roll_core.training.expert_load import ExpertLoad
 from roll_core.training.host_copy import HostCopy
 from roll_core.training.loss_inputs import loss_inputs
 from roll_core.training.megatron_cpu import on_device
+from roll_core.training.router_losses import write_shares
+from roll_core.training.routers import Routers
 from roll_core.training.schedule import learning_rate_at
 from roll_core.training.scorer import Reference, Scored
 from roll_core.types.manifest import Metrics
 from roll_core.weights.shards import Gathering, Shard, fill
 
 with on_device():
-    from megatron.core.transformer.moe.router import TopKRouter
-
     from roll_core.training import megatron_checkpoint
     from roll_core.training.megatron_checkpoint import Block, Progress, blocks_of
+    from roll_core.training.megatron_layers import Router
     from roll_core.training.megatron_model import PolicyModel, build_chunks
     from roll_core.training.megatron_optimizer import MOMENTS, DistributedAdam, Held, wrap
     from roll_core.training.megatron_pipeline import RowPart, Scoring, forward, forward_backward, to_all_stages
@@ -73,9 +73,12 @@ class MegatronBackend:
         with on_device():
             adopt_layout(settings.training.layout, settings.device, settings.seed)
             self._policy = _Built(model, settings)
+            if settings.training.routing.freeze_router:
+                for router in _routers(self._policy.chunks):
+                    router.requires_grad_(False)  # before it is wrapped, which gives a place to all gradients that will be
             self._wrapped = wrap(self._policy.chunks)
             self._gathering = Gathering(self._policy.shards, self._policy.names)
-            self._expert_load = _watched(self._policy.chunks, settings.device)
+            self._routers = _trained_routers(self._policy.chunks, settings)
         self._share = share_of(settings.training.layout)
         self._frozen: dict[str, _Built] = {}
         self._sums: dict[str, Tensor] = {}
@@ -113,20 +116,21 @@ class MegatronBackend:
             norm = self._optimizer.step(rate)
         self._step += 1
         steps = {"gradient_norm": norm, "learning_rate": rate, "skipped_steps": float(not math.isfinite(norm))}
-        found = self._drain_sums() | self._expert_load.metrics()
+        found = self._drain_sums() | self._routers.metrics()
         return found | {f"{AREA}/{name}": value for name, value in steps.items()}
 
     def discard_gradients(self) -> None:
         with on_device():
             self._optimizer.discard()
-        self._expert_load.discard()
+        self._routers.discard()
         self._sums = {}
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Full gradients accumulated so far: for tests and for debugging a run."""
         with on_device():
             self._optimizer.gather_gradients()
-        return self._gathering.tensors(lambda parameter: parameter.main_grad, torch.float32)  # type: ignore[attr-defined]
+        trained = Gathering([each for each in self._policy.shards if each.parameter.requires_grad], self._policy.names)
+        return trained.tensors(lambda parameter: parameter.main_grad, torch.float32)  # type: ignore[attr-defined]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._gathering.tensors(lambda parameter: parameter.data, self._policy.dtype)
@@ -148,11 +152,12 @@ class MegatronBackend:
         blocks = self._policy.weight_blocks(dict(zip(parameters, copied["weights"], strict=True)))
         blocks += [b for each, state in zip(held, copied["state"], strict=True) for b in self._state_blocks(each, state)]
         progress, group = Progress(self._step, self._optimizer.moves), self._writers
+        shares = self._routers.losses.shares
 
         def write(folder: Path) -> list[Path]:
             # Their own group: the ranks go on training, and the order of collectives within a group must be the same.
             megatron_checkpoint.save(folder, blocks, progress, group)
-            return written_files(folder)
+            return written_files(folder) + (write_shares(shares, folder) if dist.get_rank() == 0 else [])
 
         return write
 
@@ -164,6 +169,7 @@ class MegatronBackend:
         blocks = [b for each in held for b in self._state_blocks(each, {name: each.value(name) for name in self._kept})]
         self._step, moves = megatron_checkpoint.load(folder, blocks)
         self._optimizer.set_moves(moves)
+        self._routers.losses.load(folder)
 
     def load_frozen(self, name: str, folder: Path) -> None:
         with on_device():
@@ -215,6 +221,7 @@ class MegatronBackend:
             self._note(outputs, len(scored.logprobs_N))
             return outputs.loss
 
+        self._routers.begin(micro_batches)
         with on_device():
             forward_backward(self._wrapped, micro_batches, loss_at_the_end, self._settings.device)
 
@@ -285,12 +292,16 @@ class _Built:
         return blocks
 
 
-def _watched(chunks: Sequence[PolicyModel], device: torch.device) -> ExpertLoad:
-    load = ExpertLoad(chunks[0].config.num_layers, chunks[0].config.num_moe_experts or 0, device)
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        if isinstance(module, TopKRouter):
-            load.watch(module, module.layer_number - 1, lambda answered: answered[1].sum(dim=0))
-    return load
+def _trained_routers(chunks: Sequence[PolicyModel], settings: MegatronSettings) -> Routers:
+    config = chunks[0].config
+    routers = Routers(settings.training.routing, config.num_layers, config.num_moe_experts or 0, settings.device)
+    for router in _routers(chunks):
+        router.trained_by = routers
+    return routers
+
+
+def _routers(chunks: Sequence[PolicyModel]) -> list[Router]:
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
 
 
 def _weights_of(model: ModelConfig, seed: int) -> NamedTensors:

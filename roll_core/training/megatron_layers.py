@@ -5,6 +5,7 @@ Shapes: T tokens of a row, on this rank; R rows; N tokens given to this rank's e
 features; I features inside an expert, of its gate or its up, on this rank.
 """
 
+from collections.abc import Callable
 from copy import deepcopy
 from importlib.util import find_spec
 from typing import Any
@@ -18,10 +19,14 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
+
+from roll_core.training.routers import Routers
 
 HAS_TRANSFORMER_ENGINE = find_spec("transformer_engine") is not None
 if not hasattr(moe_utils, "te_general_gemm"):
@@ -36,6 +41,7 @@ def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlock
         attention.core_attention = Attention
         if config.num_moe_experts is not None and hasattr(parts.mlp.submodules, "experts"):
             parts.mlp.submodules.experts.module = Experts
+            parts.mlp.submodules.router = Router
         if not HAS_TRANSFORMER_ENGINE:
             parts.input_layernorm = parts.pre_mlp_layernorm = Norm
             if attention.q_layernorm is not IdentityOp:
@@ -92,6 +98,52 @@ class Attention(MegatronModule):
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {}
+
+
+class Router(TopKRouter):
+    """Megatron's own, which tells who trains it what it chose."""
+
+    trained_by: Routers | None = None
+    """None: a policy that is not in training."""
+    notes_tC: Tensor
+    """Of the tokens that come next."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.router_replay = _Replayed(self)
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        gates_tE, chosen_tE = super().routing(logits, padding_mask)
+        if self.trained_by is None:
+            return gates_tE, chosen_tE
+        logits_tE = logits.view(-1, self.num_experts)
+        return self.trained_by.learn(self.layer_number - 1, self.notes_tC, logits_tE, gates_tE, chosen_tE), chosen_tE
+
+
+class _Replayed:
+    """What Megatron asks for the experts of tokens, given a router's scores."""
+
+    def __init__(self, router: Router):
+        self._router = router
+
+    def get_replay_topk(
+        self, scores_tE: Tensor, topk: int, num_groups: Any, group_topk: Any, choose: Callable[..., tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        router = self._router
+        scores_tk, chosen_tk = choose(scores_tE, topk, num_groups, group_topk)
+        if router.trained_by is None:
+            return scores_tk, chosen_tk
+        replayed_tk = router.trained_by.replayed(router.layer_number - 1, router.notes_tC, chosen_tk)
+        return (scores_tk, chosen_tk) if replayed_tk is None else (scores_tE.gather(1, replayed_tk), replayed_tk)
+
+
+def take_notes(layer: MoELayer, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Before a mixture's forward pass: notes on its tokens [R, T, C] come in the place of a padding mask, which Megatron
+    keeps with the tokens wherever they go, also where layers are computed again while other micro-batches are under way."""
+    notes = named.pop("padding_mask", None)
+    if notes is not None:
+        layer.router.notes_tC = notes.transpose(0, 1).flatten(0, 1)
+    return given, named
 
 
 class Experts(MegatronModule):

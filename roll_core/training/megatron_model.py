@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
@@ -18,7 +19,7 @@ from roll_core.config.model import Architecture
 from roll_core.config.training import Precision, TrainingConfig
 from roll_core.errors import UserError
 from roll_core.models.megatron_names import architecture_of
-from roll_core.training.megatron_layers import block_spec
+from roll_core.training.megatron_layers import block_spec, take_notes
 
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Megatron has no others."""
@@ -28,12 +29,18 @@ class PolicyModel(GPTModel):
     """Answers the last hidden states rather than logits, which are computed chunk by chunk elsewhere. Positions are those
     that it is given: in a row several sequences begin, and completions to one prompt go on from it."""
 
-    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> tuple[Any, ...]:
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        for module in self.modules():
+            if isinstance(module, MoELayer):
+                module.register_forward_pre_hook(take_notes, with_kwargs=True)
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, padding_mask: Tensor | None, **_: Any) -> tuple[Any, ...]:
         embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
         frequencies_F = self.rotary_pos_emb.inv_freq.to(position_ids.device)
         angles_TRF = position_ids.T[..., None].float() * frequencies_F
         rotary = torch.cat([angles_TRF, angles_TRF], dim=-1)[:, :, None, :]
-        return embedded, rotary, None, None, None, None
+        return embedded, rotary, None, None, None, padding_mask
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states

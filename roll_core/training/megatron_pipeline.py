@@ -75,6 +75,9 @@ class RowPart:
         self.position_ids_RT = batch.position_ids_RT[:, here]
         is_plain = parts == 1 and micro_batch.has_one_sequence_a_row
         self.mask = None if is_plain else batch.attention_mask()[:, :, here]
+        # Between attention and attention ranks that share matrices share out tokens, too.
+        tensor = parallel_state.get_tensor_model_parallel_group()
+        self.routing_notes_RTC = batch.routing_notes()[:, here].chunk(tensor.size(), dim=1)[tensor.rank()]
         row_N, column_N = batch.predicted_by_N // width, batch.predicted_by_N % width
         self._mine_n = ((column_N >= here.start) & (column_N < here.stop)).nonzero().flatten()
         self._row_n, self._column_n = row_N[self._mine_n], column_N[self._mine_n] - here.start
@@ -145,7 +148,7 @@ def _run(
     def step(batches: Iterator[tuple[int, MicroBatch]], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         number, micro_batch = next(batches)
         part = RowPart(micro_batch, device)
-        hidden = chunk(part.token_ids_RT, part.position_ids_RT, part.mask)
+        hidden = chunk(part.token_ids_RT, part.position_ids_RT, part.mask, padding_mask=part.routing_notes_RTC)
 
         def finished(hidden: Tensor, **_: Any) -> Any:
             if number >= len(micro_batches):

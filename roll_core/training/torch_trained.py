@@ -23,12 +23,14 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from roll_core.algorithms.inputs import LossOutputs
+from roll_core.config.lora import LoraConfig
 from roll_core.config.model import ModelConfig
 from roll_core.config.training import OptimizerConfig, Precision, TrainingConfig
 from roll_core.models.causal_lm import build_model
 from roll_core.training.base import Snapshot
 from roll_core.training.checkpoint_files import written_files
 from roll_core.training.host_copy import HostCopy
+from roll_core.training.lora import adapt
 from roll_core.training.residence import Residence, lay_flat
 from roll_core.training.schedule import learning_rate_at
 from roll_core.types.manifest import Metrics
@@ -43,8 +45,10 @@ class TorchSettings:
     temperature: float
     device: torch.device
 
-    def build_model(self, model: ModelConfig) -> PreTrainedModel:
+    def build_model(self, model: ModelConfig, lora: LoraConfig | None = None) -> PreTrainedModel:
         built = build_model(model, self.seed)
+        if lora is not None:
+            adapt(built, lora, self.seed)
         if world_size() == 1:  # of several, each gets its part when it is sharded, layer by layer
             lay_flat(built, self.device)
         if self.training.activation_checkpointing:
@@ -90,7 +94,7 @@ class TorchTrained:
         self._total_steps = total_steps
         self._step = 0
         self._optimizer = torch.optim.AdamW(
-            self._module.parameters(),
+            [parameter for parameter in self._module.parameters() if parameter.requires_grad],
             lr=config.learning_rate,
             betas=(config.beta1, config.beta2),
             eps=config.epsilon,
@@ -124,8 +128,9 @@ class TorchTrained:
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Full gradients accumulated so far: for tests and for debugging a run."""
         for name, parameter in self._module.named_parameters():
-            assert parameter.grad is not None, f"{name} has no gradient"
-            yield name, whole(parameter.grad)
+            if parameter.requires_grad:
+                assert parameter.grad is not None, f"{name} has no gradient"
+                yield name, whole(parameter.grad)
 
     def snapshot(self) -> Snapshot:
         if not self._optimizer.state:

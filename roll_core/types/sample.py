@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from roll_core.types.routing import RoutedExperts
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -13,6 +15,8 @@ class Sample:
 
     token_ids: tuple[int, ...]
     trained: tuple[bool, ...]
+    experts: RoutedExperts | None = None
+    """Which experts its tokens went to in the engine, as far as that is known."""
 
     def __post_init__(self):
         assert len(self.token_ids) == len(self.trained)

@@ -7,6 +7,8 @@ thousands of these are pickled between roles every iteration, and slotted datacl
 from dataclasses import dataclass
 from enum import StrEnum
 
+from roll_core.types.routing import RoutedExperts
+
 
 class Speaker(StrEnum):
     SYSTEM = "system"
@@ -69,6 +71,8 @@ class Turn:
     text: str
     reward: float = 0.0
     """What the environment paid for this turn, beside the score of the whole trajectory."""
+    experts: RoutedExperts | None = None
+    """Which experts the tokens of prompt and completion went to, where the engine records it (training.experts.replay)."""
 
     def __post_init__(self):
         lengths = {len(self.completion_ids), len(self.sampler_logprobs), len(self.weights_versions)}

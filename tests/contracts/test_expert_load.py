@@ -31,10 +31,10 @@ def backend(kind: str, model: ScratchModel) -> Any:
     return built
 
 
-def loads(trained: Any) -> dict[str, float]:
+def loads(trained: Any, width_multiple: int = 1) -> dict[str, float]:
     tokens_ST = torch.randint(2, 60, (12, 10), generator=torch.Generator().manual_seed(0))
-    samples = [Sample(token_ids=tuple(ids), trained=(False,) * 4 + (True,) * 6) for ids in tokens_ST.tolist()]  # no padding
-    parts = cut(samples, PackingLimits(40, None, Packing.NONE), random_tokens(samples))
+    samples = [Sample(token_ids=tuple(ids), trained=(False,) * 4 + (True,) * 6) for ids in tokens_ST.tolist()]
+    parts = cut(samples, PackingLimits(40, None, Packing.NONE, width_multiple), random_tokens(samples))
     trained.logprobs(parts, Policy.CURRENT)
     trained.accumulate(parts, cross_entropy)
     return {name: value for name, value in trained.apply_gradients().items() if name.startswith("experts/")}
@@ -46,6 +46,11 @@ def test_both_backends_see_the_same_load_and_begin_anew_with_every_step():
     assert 1.0 < first["experts/max_load"] <= 2.0  # two of four are chosen: an expert gets twice its share at most
     assert first == pytest.approx(loads(theirs))
     assert loads(ours) == pytest.approx(loads(theirs))
+
+
+@pytest.mark.parametrize("kind", ["torch", "megatron"])
+def test_padding_does_not_count(kind):
+    assert loads(backend(kind, MIXTURE), width_multiple=64) == pytest.approx(loads(backend(kind, MIXTURE)))
 
 
 @pytest.mark.parametrize("kind", ["torch", "megatron"])

@@ -1,4 +1,5 @@
-"""A tiny mixture of experts, trained by Megatron on two ranks, as an ordinary run: killed, and gone on with elsewhere."""
+"""A tiny mixture of experts, trained by Megatron on two ranks, as an ordinary run: killed, and gone on with elsewhere. Its
+routers have losses of their own, and replay what the engine chose."""
 
 import os
 import signal
@@ -18,6 +19,7 @@ SHORT = [
     "evaluation.every=6",
     "evaluation.num_problems=16",
     "checkpoint.every=2",
+    "training.experts={balance_loss: 0.01, z_loss: 0.001, replay: true}",
     "training.optimizer.epsilon=1e-5",  # of numbers that are nearly zero Adam would make what rounding makes of them
 ]
 PIPELINE = ["training.layout.tensor=1", "training.layout.expert=1", "training.layout.pipeline=2"]
@@ -46,6 +48,7 @@ def test_a_rank_that_is_killed_costs_no_bit_and_another_layout_goes_on_from_its_
     unbroken, resumed = workspace.chain("whole-1"), workspace.chain("killed-1")
     assert {manifest.leg for manifest in resumed} == {1, 2}
     assert [m.weights_digest for m in resumed] == [m.weights_digest for m in unbroken]
+    assert all(m.metrics["experts/replayed_share"] > 0.5 and m.metrics["experts/z_loss"] > 0 for m in unbroken[1:])
 
     # The same weights, so the same rollouts; then updates by a pipeline, which adds up in another order.
     forked = workspace.roll("fork", "whole-1@4", *settings(*PIPELINE, "name=forked"))

@@ -1,0 +1,128 @@
+"""Records of which experts tokens went to: how they are kept, put together, stored, and laid beside packed tokens."""
+
+import io
+import random
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from roll_core.batching.packing import PackingLimits
+from roll_core.batching.samples import build_batch
+from roll_core.config.training import Packing
+from roll_core.store.rollouts import decode_trajectories, encode_trajectories
+from roll_core.types.routing import NOT_RECORDED, RoutedExperts, extended
+from roll_core.types.sample import Sample
+from roll_core.types.trajectory import Ending, Score, Trajectory, Turn
+from tests.micro_batches import cut
+from tests.support import random_samples
+
+LAYERS, CHOSEN = 3, 2
+
+
+def numbered(num_tokens: int, first: int = 0) -> np.ndarray:
+    """Token by token numbers that nobody else has."""
+    return np.arange(first, first + num_tokens * LAYERS * CHOSEN, dtype=np.int16).reshape(num_tokens, -1)
+
+
+@pytest.mark.parametrize(("num_experts", "width"), [(8, 1), (255, 1), (256, 2), (1000, 2)])
+def test_numbers_come_back_in_as_few_bytes_as_will_do(num_experts, width):
+    experts_tC = np.array([[0, num_experts - 1], [NOT_RECORDED, 3]], dtype=np.int16)
+    kept = RoutedExperts.of(experts_tC, num_experts)
+    assert (len(kept.numbers), kept.num_tokens) == (4 * width, 2)
+    assert np.array_equal(kept.as_array(), experts_tC)
+
+
+def test_what_was_known_of_a_contexts_beginning_stays():
+    first, longer = RoutedExperts.of(numbered(2), 100), RoutedExperts.of(numbered(5, first=50), 100)
+    together = extended(first, longer)
+    assert together is not None
+    assert np.array_equal(together.as_array(), np.concatenate([numbered(2), numbered(5, first=50)[2:]]))
+    assert extended(longer, first) == longer
+    assert (extended(None, first), extended(first, None), extended(None, None)) == (first, first, None)
+
+
+def turn(prompt: tuple[int, ...], completion: tuple[int, ...], experts: RoutedExperts | None) -> Turn:
+    return Turn(prompt, completion, (-0.5,) * len(completion), (0,) * len(completion), "x", experts=experts)
+
+
+def trajectory(*turns: Turn) -> Trajectory:
+    return Trajectory("sort/train/0", "sort", 0, 0, turns, Ending.STOP, Score(1.0, True), None)
+
+
+def test_records_are_stored_and_rollouts_from_before_them_can_be_read():
+    recorded = [trajectory(turn((2, 3), (4, 5), RoutedExperts.of(numbered(3), 100))), trajectory(turn((2, 3), (4,), None))]
+    data = encode_trajectories(recorded)
+    assert decode_trajectories(data) == recorded
+    before = decode_trajectories(_without_records(data))
+    assert [each.turns[0].experts for each in before] == [None, None]
+    assert [each.turns[0].completion_ids for each in before] == [(4, 5), (4,)]
+
+
+def _without_records(data: bytes) -> bytes:
+    table, sink = pq.read_table(io.BytesIO(data)), io.BytesIO()
+    place = table.schema.get_field_index("turns")
+    kept = [field for field in table.schema.field(place).type.value_type if field.name != "experts"]
+    schema = table.schema.set(place, pa.field("turns", pa.list_(pa.struct(kept))))
+    rows = table.to_pylist()
+    for row in rows:
+        row["turns"] = [{field.name: each[field.name] for field in kept} for each in row["turns"]]
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), sink)
+    return sink.getvalue()
+
+
+def test_later_turns_say_where_the_last_token_of_an_earlier_one_went():
+    first = turn((2, 3), (4, 5), RoutedExperts.of(numbered(3), 200))
+    second = turn((2, 3, 4, 5, 6), (7, 8), RoutedExperts.of(numbered(6, first=100), 200))
+    (sample,) = build_batch([trajectory(first, second)]).samples
+    assert sample.experts is not None
+    assert sample.experts.num_tokens == sample.num_tokens - 1  # nobody has computed the last one
+    assert np.array_equal(sample.experts.as_array(), np.concatenate([numbered(3), numbered(6, first=100)[3:]]))
+
+
+def recorded_samples(count: int) -> list[Sample]:
+    """Records of all tokens but the last, which depend on nothing but the tokens before; every second group has none."""
+    return [
+        Sample(each.token_ids, each.trained, recorded(each.token_ids[:-1]) if number // 3 % 2 == 0 else None)
+        for number, each in enumerate(random_samples(count))
+    ]
+
+
+def recorded(token_ids: tuple[int, ...]) -> RoutedExperts:
+    drawn = [random.Random(hash(token_ids[: place + 1])).choices(range(200), k=6) for place in range(len(token_ids))]
+    return RoutedExperts.of(np.array(drawn, dtype=np.int16), 200)
+
+
+@pytest.mark.parametrize("packing", Packing)
+def test_records_lie_beside_their_tokens_however_rows_are_packed(packing):
+    samples, found = recorded_samples(12), 0
+    for part in cut(samples, PackingLimits(60, 30, packing, width_multiple=8)):
+        notes_tC = part.routing_notes().flatten(0, 1)[:, 1:]
+        assert (notes_tC[part.segment_RT.flatten() == 0] == NOT_RECORDED).all()
+        for sequence, end in zip(part.sample_S.tolist(), part.ends_S.tolist(), strict=True):
+            sample = samples[sequence]
+            after_prompt = sample.num_tokens - sample.num_prompt_tokens
+            mine = notes_tC[end - after_prompt + 1 : end + 1]
+            if sample.experts is None:
+                assert (mine == NOT_RECORDED).all()
+                continue
+            assert torch.equal(mine[:-1], torch.from_numpy(sample.experts.as_array()[sample.num_prompt_tokens :]))
+            assert (mine[-1] == NOT_RECORDED).all()
+            first = part.predicted_by_N[part.place_N.tolist().index(_first_place(samples, sequence))]
+            assert notes_tC[first].tolist() == sample.experts.as_array()[sample.num_prompt_tokens - 1].tolist()
+            found += 1
+    assert found == 6
+
+
+def _first_place(samples: list[Sample], number: int) -> int:
+    return sum(sample.num_trained_tokens for sample in samples[:number])
+
+
+def test_nothing_is_laid_beside_tokens_of_which_nothing_is_known():
+    for part in cut(random_samples(6), PackingLimits(60, 30, Packing.ROWS)):
+        assert part.experts_RTC is None
+        assert part.routing_notes().shape[2] == 1
+    blank = cut(recorded_samples(6), PackingLimits(60, 30, Packing.ROWS))[0].blank()
+    assert (blank.routing_notes() == -1).all()
