@@ -1,12 +1,14 @@
 """What passes between the start of a SLURM job and the first iteration of its leg.
 
-    python -m benchmarks.leg_startup [--nodes 2]
+    python -m benchmarks.leg_startup [--nodes 2] [--own-server]
 
-As root, where `make setup-test` was: starts a SLURM on this machine, runs a tiny config in two legs on it, and prints what
-the second one, which finds everything warm, spends on what before its first iteration begins.
+As root, where `make setup-test` was: starts a SLURM on this machine and a Prefect server, runs a tiny config in two legs,
+and prints what the second one, which finds everything warm, spends on what before its first iteration begins. With
+--own-server legs do not reach that server, as on a site whose compute nodes see nothing else, and start one each.
 """
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from flows.control_plane import QUIET, embedded_server
 from infra.slurm.queue import job_state
 from roll_core.reporting.stage_log import Edge, StageEvent, read_stages
 from tests.slurm_cluster import SlurmCluster
@@ -50,10 +53,12 @@ def breakdown(started_at: datetime, events: Sequence[StageEvent]) -> dict[str, f
     Ray's head and the Prefect server start while the driver imports what it needs: only what it waits for them beyond that
     has rows of its own.
     """
-    marks = {
-        "job's processes, driver's imports": started_at,
-        "waiting for the Prefect server": edge(events, "prefect", Edge.BEGIN),
-        "flow": edge(events, "prefect", Edge.END),
+    has_server = any(event.name == "prefect" for event in events)
+    marks = {f"job's processes, imports{'' if has_server else ', flow'}": started_at}
+    if has_server:
+        marks["waiting for its Prefect server"] = edge(events, "prefect", Edge.BEGIN)
+        marks["flow"] = edge(events, "prefect", Edge.END)
+    marks |= {
         "waiting for Ray's head": edge(events, "start", Edge.BEGIN),
         ROLES: edge(events, "ray", Edge.END),
         "first policy": edge(events, "start", Edge.END),
@@ -71,10 +76,16 @@ def control_plane_s(rows: dict[str, float]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--own-server", action="store_true", help="legs do not reach the Prefect server of the run")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="roll-startup-") as name, SlurmCluster(Path(name) / "slurm") as slurm:
-        folder = Path(name)
-        os.environ |= slurm.environment
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="roll-startup-")))
+        os.environ |= stack.enter_context(SlurmCluster(folder / "slurm")).environment
+        if not options.own_server:
+            home = {"PREFECT_HOME": str(folder / "prefect")}
+            os.environ["PREFECT_API_URL"] = stack.enter_context(
+                embedded_server(folder / "prefect", os.environ | QUIET | home)
+            )
         config = folder / "startup.yaml"
         config.write_text(CONFIG.format(root=ROOT, nodes=options.nodes, last=options.nodes - 1))
         for _ in range(2):
