@@ -155,8 +155,16 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _adapters_have_a_backend(self):
-        if self.training.lora is not None and self.training.backend is not TrainingBackend.TORCH:
+    def _adapters_have_a_backend_and_leave_routers(self):
+        if self.training.lora is None:
+            return self
+        for key in ("balance_loss", "z_loss"):
+            if getattr(self.training.routing, key):
+                raise ValueError(
+                    f"training.experts.{key} is to move the routers, which training.lora leaves as they are: leave one of "
+                    "them out"
+                )
+        if self.training.backend is not TrainingBackend.TORCH:
             raise ValueError(
                 f"training.lora is of training.backend torch, and this is {self.training.backend.value}: leave it out, or "
                 "set training.backend=torch"
@@ -289,11 +297,10 @@ class RunConfig(Section):
                 f"algorithm.kind {self.algorithm.kind} has a critic, which training.backend megatron does not train so far: "
                 "set training.backend=torch, or take an algorithm without one"
             )
-        for key, is_set in (("compile", training.compile), ("offload", training.offload)):
-            if is_set:
-                raise ValueError(
-                    f"training.{key} is for training.backend torch so far: leave it out, or set training.backend=torch"
-                )
+        if training.compile:
+            raise ValueError(
+                "training.compile is for training.backend torch so far: leave it out, or set training.backend=torch"
+            )
         return self
 
     @model_validator(mode="after")

@@ -27,6 +27,7 @@ from roll_core.training.checkpoint_files import written_files
 from roll_core.training.host_copy import HostCopy
 from roll_core.training.loss_inputs import loss_inputs
 from roll_core.training.megatron_cpu import on_device
+from roll_core.training.megatron_residence import MegatronResidence
 from roll_core.training.router_losses import write_shares
 from roll_core.training.routers import Routers
 from roll_core.training.schedule import learning_rate_at
@@ -83,6 +84,7 @@ class MegatronBackend:
         self._frozen: dict[str, _Built] = {}
         self._sums: dict[str, Tensor] = {}
         self._host_copy = HostCopy()
+        self._residence = MegatronResidence(settings.device)
         self._writers = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
 
     @property
@@ -136,10 +138,14 @@ class MegatronBackend:
         return self._gathering.tensors(lambda parameter: parameter.data, self._policy.dtype)
 
     def offload(self) -> None:
-        raise RollError("training.offload: the megatron backend stays on its devices: leave training.offload out")
+        held = list(self._optimizer.held())
+        policies = [self._policy, *self._frozen.values()]
+        kept: list[Tensor] = [parameter for policy in policies for parameter in policy.parameters]
+        kept += [each.main for each in held] + [each.state[name] for each in held for name in MOMENTS]
+        self._residence.offload(kept, emptied=self._optimizer.gradient_buffers)
 
     def reload(self) -> None:
-        """It never left."""
+        self._residence.reload()
 
     def snapshot(self) -> Snapshot:
         held, parameters = list(self._optimizer.held()), self._policy.parameters

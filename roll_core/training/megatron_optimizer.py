@@ -107,6 +107,11 @@ class DistributedAdam:
                     mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                     dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
 
+    @property
+    def gradient_buffers(self) -> list[Tensor]:
+        """All zero between two steps."""
+        return [buffer.grad_data for chunk in self._chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+
     def held(self) -> Iterator[Held]:
         for each in self._optimizer.chained_optimizers:
             for parameter, (group, order) in each.model_param_group_index_map.items():

@@ -363,8 +363,8 @@ def test_a_loaded_backend_moves_exactly_like_the_one_that_was_saved(tmp_path, ki
     assert all(torch.equal(tensor, expected[name]) for name, tensor in copy.weights())
 
 
-def test_what_waited_in_host_memory_was_saved_there_and_moves_as_if_it_had_not(tmp_path):
-    stayed, left, loaded = (new_backend(REFERENCE) for _ in range(3))
+def test_what_waited_in_host_memory_was_saved_there_and_moves_as_if_it_had_not(tmp_path, kind):
+    stayed, left, loaded = (new_backend(REFERENCE, kind=kind) for _ in range(3))
     for backend in (stayed, left, loaded):
         backend.build_frozen(Policy.REFERENCE, MODEL)
     left.offload()
@@ -384,8 +384,8 @@ def test_what_waited_in_host_memory_was_saved_there_and_moves_as_if_it_had_not(t
         assert all(torch.equal(tensor, expected[name]) for name, tensor in backend.weights())
 
 
-def test_what_is_read_in_host_memory_are_the_weights():
-    backend = new_backend(REFERENCE)
+def test_what_is_read_in_host_memory_are_the_weights(kind):
+    backend = new_backend(REFERENCE, kind=kind)
     expected = {name: tensor.clone() for name, tensor in backend.weights()}
     backend.offload()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in backend.weights())

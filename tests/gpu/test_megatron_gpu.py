@@ -55,3 +55,21 @@ def test_steps_in_bfloat16_lower_the_loss(architecture):
         trained.accumulate([anchored], build_algorithm(Grpo(), num_optimizer_steps=1, max_new_tokens=8).loss)
         losses.append(trained.apply_gradients()["update/loss"])
     assert losses[-1] < losses[0]
+
+
+def test_offloaded_the_backend_leaves_the_gpu_and_comes_back_as_it_was():
+    stayed, left = (backend(Architecture.QWEN3, Precision.BFLOAT16) for _ in range(2))
+    loss = build_algorithm(Grpo(), num_optimizer_steps=1, max_new_tokens=8).loss
+    anchored = micro_batch().with_signals(anchor_logprobs_N=stayed.logprobs([micro_batch()], Policy.CURRENT)[0])
+    for one in (stayed, left):
+        one.accumulate([anchored], loss)
+        one.apply_gradients()
+    before = torch.cuda.memory_allocated()
+    left.offload()
+    assert torch.cuda.memory_allocated() < 0.6 * before
+    left.reload()
+    for one in (stayed, left):
+        one.accumulate([anchored], loss)
+        one.apply_gradients()
+    expected = dict(stayed.weights())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in left.weights())

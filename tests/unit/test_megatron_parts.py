@@ -57,7 +57,6 @@ def test_a_blank_micro_batch_trains_nothing_and_is_as_wide():
 REFUSED = {
     "algorithm.kind ppo has a critic": {"algorithm": {"kind": "ppo"}},
     "training.compile is for training.backend torch": {"training": {"backend": "megatron", "compile": True}},
-    "training.offload is for training.backend torch": {"training": {"backend": "megatron", "offload": True}},
 }
 
 
