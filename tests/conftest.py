@@ -65,6 +65,17 @@ def s3_server(started_s3_server: "S3Server", monkeypatch: pytest.MonkeyPatch) ->
     return started_s3_server
 
 
+@pytest.fixture
+def own_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Iterator[S3Server]":
+    """A server to stop and kill. Others must not meet it afterwards: started again, this one takes objects for buckets that
+    do not exist."""
+    from tests.s3_server import S3Server, use_server
+
+    with S3Server(tmp_path / "s3") as server:
+        use_server(monkeypatch, server.environment)
+        yield server
+
+
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[SlurmCluster]":
     from tests.slurm_cluster import SlurmCluster

@@ -36,14 +36,6 @@ def store(s3_server: S3Server, proxy: FaultyProxy) -> ObjectStore:
 
 
 @pytest.fixture
-def own_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    """A server to stop and kill."""
-    with S3Server(tmp_path / "s3") as server:
-        use_server(monkeypatch, server.environment)
-        yield server
-
-
-@pytest.fixture
 def large_file(tmp_path: Path) -> Path:
     path = tmp_path / "weights"
     path.write_bytes(os.urandom(3 * PART_SIZE))

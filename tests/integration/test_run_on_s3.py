@@ -8,9 +8,9 @@ from roll_core.store.runs import read_chain
 from tests.integration.conftest import REHEARSED, wait_until
 
 
-def test_a_run_on_s3_survives_an_outage_of_the_store_and_a_killed_trainer(workspace, s3_server):
-    workspace.environment |= s3_server.environment
-    uri = s3_server.new_store_uri()
+def test_a_run_on_s3_survives_an_outage_of_the_store_and_a_killed_trainer(workspace, own_server):
+    workspace.environment |= own_server.environment
+    uri = own_server.new_store_uri()
     store = ObjectStore(uri)
 
     def reached(iteration: int) -> bool:
@@ -19,8 +19,8 @@ def test_a_run_on_s3_survives_an_outage_of_the_store_and_a_killed_trainer(worksp
     settings = (*REHEARSED, "--set", f"store.uri={uri}", "--set", "iterations=12", "--set", "checkpoint.every=5")
     process = workspace.start("run", str(workspace.config), *settings)
     wait_until(lambda: reached(2), "iteration 2 is committed")
-    s3_server.kill()
-    s3_server.start()
+    own_server.kill()
+    own_server.start()
     wait_until(lambda: reached(6), "iteration 6 is committed")
     os.kill(workspace.pid_of("trainer rank 0"), signal.SIGKILL)
     output, _ = process.communicate(timeout=400)
