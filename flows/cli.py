@@ -319,11 +319,12 @@ def plan_command(options: argparse.Namespace) -> int:
     from roll_core.config.launcher import SlurmLauncher
     from roll_core.config.load import load_config
     from roll_core.planning.plan import describe_plan
-    from roll_core.planning.preflight import check_experts, check_layout, check_room
+    from roll_core.planning.preflight import check_experts, check_layout, check_room, check_targets
 
     config = load_config(options.config, options.overrides)
     check_layout(config)
     check_experts(config)
+    check_targets(config)
     check_room(config)
     for section in describe_plan(config):
         _print_section(section)
