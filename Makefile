@@ -28,7 +28,7 @@ docs: setup
 	$(BIN)/python -m roll_core.algorithms.guide > docs/algorithms.md
 
 chaos: setup-test
-	$(BIN)/python -m benchmarks.chaos --output $(CURDIR)/docs/chaos.md
+	$(BIN)/python -m tests.chaos.report --output $(CURDIR)/docs/chaos.md
 
 megatron: setup-test
 	$(BIN)/pytest tests/megatron

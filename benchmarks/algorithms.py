@@ -19,7 +19,7 @@ from roll_runs import QUICKSTART, machine_load, timed_iterations
 
 from roll_core.algorithms.catalog import TABLE
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import find_run, read_chain, read_config
+from roll_core.store.records.runs import find_run, read_chain, read_config
 
 NEEDS = {
     "reinforce": ["algorithm.shaping.normalize={mean: batch, std: batch}"],

@@ -37,16 +37,16 @@ from roll_core.config.load import validate_config
 from roll_core.config.run import RunConfig
 from roll_core.inference.rehearsal_engine import course_of
 from roll_core.inference.requests import Completion, GenerationRequest
-from roll_core.planning.capacity import Models, simulate
-from roll_core.planning.modelled import Cost, EngineModel, GraderModel, TrainerModel
-from roll_core.planning.workload import Demand
 from roll_core.roles.fleet import Fleet
 from roll_core.roles.scheduler_role import RemoteEngine, RemoteGrader, SchedulerRole
 from roll_core.rollout.router import EngineClient
 from roll_core.seeds import derive_seed
+from roll_core.simulation.machines import Cost, EngineModel, GraderModel, TrainerModel
+from roll_core.simulation.simulator import Models, simulate
+from roll_core.simulation.workload import Demand
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import open_run
-from roll_core.store.traces import decode_trace
+from roll_core.store.records.runs import open_run
+from roll_core.store.records.traces import decode_trace
 from roll_core.types.manifest import Collected, CollectRequest
 from roll_core.types.refs import RunRef
 from roll_core.types.trace import AttemptTrace, Fate

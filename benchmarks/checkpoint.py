@@ -28,8 +28,8 @@ import torch
 
 from roll_core.config.load import validate_config
 from roll_core.config.run import RunConfig
-from roll_core.store.checkpoints import download_files, upload_files
 from roll_core.store.object_store import ObjectStore
+from roll_core.store.records.checkpoints import download_files, upload_files
 from roll_core.training.learner import Learner
 from roll_core.types.refs import CheckpointRef
 from tests.s3_server import S3Server

@@ -20,11 +20,11 @@ from datetime import datetime
 from pathlib import Path
 
 from roll_core.config.load import load_config
-from roll_core.reporting.chaos import RECOVER, KillPoint
 from roll_core.reporting.stage_log import Edge, StageEvent, read_stages
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import open_run
-from tasks.chaos import chain_of, finish, folder_of, kill_at
+from roll_core.store.records.runs import open_run
+from tests.chaos.breaking import chain_of, finish, folder_of, kill_at
+from tests.chaos.kill_points import RECOVER, KillPoint
 from tests.s3_server import S3Server
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "configs" / "runs" / "quickstart.yaml"

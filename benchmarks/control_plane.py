@@ -19,8 +19,8 @@ import torch
 from in_process import ModelWork, replay_model_work
 from roll_runs import WARM_UP, TimedIteration, machine_load, only_at_the_end, run_quickstart, timed_iterations
 
-from flows.control_plane import prefect_api
-from roll_core.config.services import RetriesConfig
+from flows.prefect_server import prefect_api
+from roll_core.config.operations.services import RetriesConfig
 from roll_core.reporting.stage_log import StageLog
 from roll_core.types.manifest import Receipt
 

@@ -24,11 +24,11 @@ from pathlib import Path
 from roll_core.config.load import validate_config
 from roll_core.config.run import RunConfig
 from roll_core.errors import RollError
-from roll_core.store.checkpoints import checkpoints_of, download_files, record_checkpoint, upload_files
-from roll_core.store.medium import PART_SIZE
+from roll_core.store.media.medium import PART_SIZE
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.rollouts import encode_trajectories
-from roll_core.store.runs import commit, find_run, open_run, read_chain, read_config
+from roll_core.store.records.checkpoints import checkpoints_of, download_files, record_checkpoint, upload_files
+from roll_core.store.records.rollouts import encode_trajectories
+from roll_core.store.records.runs import commit, find_run, open_run, read_chain, read_config
 from roll_core.types.manifest import NO_PARENT, Collected, CollectRequest, Evaluated, Manifest
 from roll_core.types.refs import ArtifactKind, ArtifactRef, CheckpointRef, RunRef, digest_of, record_digest
 from roll_core.types.trajectory import Ending, Score, Trajectory, Turn

@@ -26,23 +26,23 @@ from roll_core.algorithms.catalog import build_algorithm
 from roll_core.batching.micro_batch import GlobalCounts, build_micro_batches
 from roll_core.batching.packing import PackingLimits
 from roll_core.batching.token_data import TokenData
-from roll_core.config.algorithm import Grpo
+from roll_core.config.algorithm.methods import Grpo
 from roll_core.config.inference import VllmInference
 from roll_core.config.model import ScratchModel
 from roll_core.config.problems import ArithmeticProblems, ExactMatch
 from roll_core.config.rollout import InFlight
 from roll_core.config.run import RunConfig
-from roll_core.config.training import OptimizerConfig, Packing, Precision, TrainingConfig
-from roll_core.inference import vllm_engine
+from roll_core.config.training.training import OptimizerConfig, Packing, Precision, TrainingConfig
 from roll_core.inference.base import InferenceEngine
 from roll_core.inference.requests import GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
-from roll_core.inference.vllm_engine import VllmEngine
+from roll_core.inference.vllm import engine as vllm_engine
+from roll_core.inference.vllm.engine import VllmEngine
 from roll_core.planning.memory import trainer_memory
 from roll_core.planning.model_shape import shape_of
 from roll_core.training.scorer import WHOLE, ScoreTokens
-from roll_core.training.torch_backend import TorchBackend
-from roll_core.training.torch_trained import TorchSettings
+from roll_core.training.torch.backend import TorchBackend
+from roll_core.training.torch.trainable import TorchSettings
 from roll_core.types.sample import Sample
 from roll_core.weights.buckets import DeviceBucket, share_in_place
 from roll_core.weights.checks import WeightsCheck, check_in_place

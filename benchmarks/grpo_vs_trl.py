@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 from trl_grpo import TrlIteration
 
+from roll_core.config.algorithm.policy_update import Aggregation
 from roll_core.config.load import load_config
 from roll_core.config.model import PretrainedModel
-from roll_core.config.policy_update import Aggregation
 from roll_core.config.run import RunConfig
 from roll_core.models.export import write_folder
 from roll_core.reporting.report import stage_seconds

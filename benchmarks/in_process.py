@@ -26,7 +26,7 @@ from roll_core.roles.reward_role import RewardRole
 from roll_core.rollout import metrics
 from roll_core.rollout.in_process import scheduler_in_process
 from roll_core.rollout.scheduler import RolloutScheduler
-from roll_core.store.checkpoints import checkpoints_of, download_files
+from roll_core.store.records.checkpoints import checkpoints_of, download_files
 from roll_core.training.learner import Learner
 from roll_core.types.manifest import Manifest
 from roll_core.types.refs import CheckpointRef

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from flows.control_plane import QUIET, embedded_server
+from flows.prefect_server import QUIET, embedded_server
 from infra.slurm.queue import job_state
 from roll_core.reporting.stage_log import Edge, StageEvent, read_stages
 from tests.slurm_cluster import SlurmCluster

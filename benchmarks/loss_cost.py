@@ -24,14 +24,14 @@ from roll_core.batching.micro_batch import MicroBatch
 from roll_core.batching.samples import build_batch
 from roll_core.config.load import load_config
 from roll_core.config.run import RunConfig
-from roll_core.config.training import Precision
+from roll_core.config.training.training import Precision
 from roll_core.models.characters import VOCABULARY
 from roll_core.training.base import Policy
 from roll_core.training.learner import Learner
 from roll_core.training.loss_inputs import loss_inputs
 from roll_core.training.scorer import Scored
-from roll_core.training.torch_backend import TorchBackend
-from roll_core.training.torch_trained import TorchSettings
+from roll_core.training.torch.backend import TorchBackend
+from roll_core.training.torch.trainable import TorchSettings
 from roll_core.types.trajectory import GREEDY_ATTEMPT, Ending, Score, Trajectory, Turn
 
 LEFT_OUT = {"distillation": "its teacher is another run"}

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from roll_core.config.layout import LayoutConfig
-from roll_core.config.training import TrainingConfig
+from roll_core.config.training.layout import LayoutConfig
+from roll_core.config.training.training import TrainingConfig
 from roll_core.models.checkpoint_names import as_checkpoint
 from roll_core.models.megatron_names import MegatronNames
 from roll_core.models.tensor_files import TensorFiles, Turn, write_tensors
@@ -64,12 +64,12 @@ def main() -> None:
 
 
 def convert(rank: int, num_ranks: int, layout: LayoutConfig, folder: Path, shard_bytes: int) -> None:
-    from roll_core.training.megatron_cpu import on_device
+    from roll_core.training.megatron.cpu import on_device
 
     with on_device():
-        from roll_core.training.megatron_model import build_chunks
-        from roll_core.training.megatron_shards import shards_of
-        from roll_core.training.megatron_world import adopt_layout
+        from roll_core.training.megatron.model import build_chunks
+        from roll_core.training.megatron.shards import shards_of
+        from roll_core.training.megatron.world import adopt_layout
 
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=num_ranks)

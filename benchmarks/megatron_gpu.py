@@ -21,14 +21,14 @@ from roll_core.algorithms.catalog import build_algorithm
 from roll_core.batching.micro_batch import GlobalCounts, MicroBatch, build_micro_batches
 from roll_core.batching.packing import PackingLimits
 from roll_core.batching.token_data import TokenData
-from roll_core.config.algorithm import Grpo
+from roll_core.config.algorithm.methods import Grpo
 from roll_core.config.model import PretrainedModel
-from roll_core.config.placement import ClusterConfig, DeviceKind
+from roll_core.config.operations.placement import ClusterConfig, DeviceKind
 from roll_core.config.run import RunConfig
-from roll_core.config.training import OptimizerConfig, Packing, Precision, TrainingBackend, TrainingConfig
+from roll_core.config.training.training import OptimizerConfig, Packing, Precision, TrainingBackend, TrainingConfig
 from roll_core.planning.memory import TrainerMemory, trainer_memory
 from roll_core.planning.model_shape import shape_of
-from roll_core.training.megatron_backend import Initial, MegatronBackend, MegatronSettings
+from roll_core.training.megatron.backend import Initial, MegatronBackend, MegatronSettings
 from roll_core.types.sample import Sample
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

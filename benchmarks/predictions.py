@@ -13,10 +13,10 @@ from pathlib import Path
 from roll_runs import FinishedRun, machine_load, run_config
 
 from roll_core.config.run import RunConfig
-from roll_core.planning.capacity import Models, simulate
-from roll_core.planning.fit import fit_models
-from roll_core.planning.recorded import RecordedRun, read_recorded
-from roll_core.planning.workload import recorded_workload
+from roll_core.simulation.fitting import fit_models
+from roll_core.simulation.recorded import RecordedRun, read_recorded
+from roll_core.simulation.simulator import Models, simulate
+from roll_core.simulation.workload import recorded_workload
 
 REHEARSAL = Path(__file__).resolve().parents[1] / "configs" / "runs" / "rehearsal.yaml"
 SETTINGS = {

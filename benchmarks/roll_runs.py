@@ -14,7 +14,7 @@ from pathlib import Path
 
 from roll_core.config.run import RunConfig
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import find_run, read_chain, read_config
+from roll_core.store.records.runs import find_run, read_chain, read_config
 from roll_core.types.manifest import Manifest
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -16,18 +16,18 @@ from torch import Tensor
 from roll_core.batching.micro_batch import GlobalCounts, build_micro_batches
 from roll_core.batching.packing import PackingLimits
 from roll_core.batching.token_data import untaught
-from roll_core.config.experts import ExpertsConfig
 from roll_core.config.model import Architecture, ScratchModel
 from roll_core.config.rollout import InFlight
-from roll_core.config.training import Packing, TrainingConfig
+from roll_core.config.training.experts import ExpertsConfig
+from roll_core.config.training.training import Packing, TrainingConfig
 from roll_core.inference.base import WeightsUpdate, adopt
 from roll_core.inference.requests import GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
 from roll_core.models.causal_lm import build_model
 from roll_core.models.checkpoint_names import as_checkpoint
 from roll_core.training.base import Policy
-from roll_core.training.torch_backend import TorchBackend
-from roll_core.training.torch_trained import TorchSettings
+from roll_core.training.torch.backend import TorchBackend
+from roll_core.training.torch.trainable import TorchSettings
 from roll_core.types.sample import Sample
 
 CPU, PROMPT, NEW_TOKENS, NO_STOP = torch.device("cpu"), (5, 6, 7, 8), 24, (-1,)

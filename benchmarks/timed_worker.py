@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 
-from roll_core.inference.vllm_worker import WorkerExtension
+from roll_core.inference.vllm.worker import WorkerExtension
 from roll_core.weights.buckets import open_handle
 
 

@@ -25,8 +25,8 @@ from roll_core.config.model import ModelConfig, PretrainedModel, ScratchModel
 from roll_core.config.rollout import RolloutConfig
 from roll_core.config.run import RunConfig
 from roll_core.inference.requests import GenerationRequest
-from roll_core.roles.bucketed import Bucketed
 from roll_core.roles.engine_role import EngineRole
+from roll_core.roles.ray_weights import Bucketed
 
 PROMPT_TOKENS = 16
 POSITIONS = 256
@@ -62,7 +62,7 @@ class Plain:
     async def start(self, model: ModelConfig, sequences: int) -> None:
         import torch
 
-        from roll_core.inference.vllm_engine import VllmEngine
+        from roll_core.inference.vllm.engine import VllmEngine
 
         config, cpu = VllmInference(), torch.device("cpu")
         self._engine = VllmEngine(model, config, num_slots=sequences, device=cpu, dtype=torch.float32, num_threads=1)

@@ -21,12 +21,12 @@ import torch
 
 from roll_core.config.load import validate_config
 from roll_core.config.model import ScratchModel
+from roll_core.config.operations.weights import WeightsTransport
 from roll_core.config.run import RunConfig
-from roll_core.config.weights import WeightsTransport
 from roll_core.models.causal_lm import build_model
 from roll_core.roles.fleet import RANK_0, Fleet
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import open_run
+from roll_core.store.records.runs import open_run
 from roll_core.weights.stored import encode_difference
 
 HIDDEN, INTERMEDIATE = 576, 1536

@@ -6,7 +6,7 @@ from pathlib import Path
 from prefect import flow
 
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import find_run, read_chain, read_config
+from roll_core.store.records.runs import find_run, read_chain, read_config
 from roll_core.types.manifest import Receipt
 from tasks.export import write_export
 

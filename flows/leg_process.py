@@ -8,9 +8,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from flows.control_plane import own_api
+from flows.prefect_server import own_api
 from roll_core.reporting.stage_log import StageLog
-from roll_core.store.runs import read_config
+from roll_core.store.records.runs import read_config
 from roll_core.types.leg import LegEnded, LegPlace
 from roll_core.types.refs import RunRef
 

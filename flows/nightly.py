@@ -4,7 +4,7 @@ from prefect import flow, get_run_logger
 
 from flows.rlvr import rlvr
 from roll_core.config.load import load_config, load_nightly
-from roll_core.config.nightly import Reference, Tolerances
+from roll_core.config.operations.nightly import Reference, Tolerances
 from roll_core.errors import RegressionFound, RollError, UserError
 from roll_core.reporting.regression import is_only_slower, sentence
 from roll_core.types.regression import Verdict

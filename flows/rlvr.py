@@ -9,14 +9,14 @@ import prefect.runtime
 from prefect import flow, get_run_logger
 from prefect.context import serialize_context
 
-from flows.control_plane import is_embedded
 from flows.leg_process import run_train_leg
-from roll_core.config.launcher import LocalLauncher, SlurmLauncher
+from flows.prefect_server import is_embedded
+from roll_core.config.operations.legs import LocalLauncher, SlurmLauncher
+from roll_core.config.operations.services import LegsConfig
 from roll_core.config.run import RunConfig
-from roll_core.config.services import LegsConfig
 from roll_core.errors import FailureClass, LegFailed
-from roll_core.store.runs import read_chain, read_config, store_of
-from roll_core.store.summary import RunSummary
+from roll_core.store.records.runs import read_chain, read_config, store_of
+from roll_core.store.records.summary import RunSummary
 from roll_core.tracking.spool import RunStatus
 from roll_core.types.leg import LegEnded, LegEnding
 from roll_core.types.refs import RunRef

@@ -9,11 +9,11 @@ from pathlib import Path
 from httpx import TransportError
 from prefect import flow
 
-from flows.control_plane import leave_soon
+from flows.prefect_server import leave_soon
 from roll_core.config.run import RunConfig, flat_config
 from roll_core.errors import ArtifactDamaged, RoleDied
-from roll_core.store.fork import lineage
-from roll_core.store.runs import read_chain, read_config, store_of
+from roll_core.store.records.forks import lineage
+from roll_core.store.records.runs import read_chain, read_config, store_of
 from roll_core.tracking.spool import RunStatus
 from roll_core.types.leg import LegEnded, LegEnding, LegPlace
 from roll_core.types.manifest import CollectRequest, Manifest, Updated

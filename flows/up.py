@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from flows.control_plane import background_process, wait_until_healthy
+from flows.prefect_server import background_process, wait_until_healthy
 from roll_core.errors import RollError, UserError
 
 POOL = "roll"

@@ -2,7 +2,7 @@
 
 import random
 
-from roll_core.config.services import RetriesConfig
+from roll_core.config.operations.services import RetriesConfig
 
 
 def pauses(retries: RetriesConfig) -> list[float]:

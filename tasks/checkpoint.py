@@ -1,6 +1,6 @@
 """checkpoint: weights and optimizer state into the store, beside what follows."""
 
-from roll_core.store.checkpoints import checkpoints_of
+from roll_core.store.records.checkpoints import checkpoints_of
 from roll_core.types.manifest import Checkpointing, Manifest, Published, Receipt, Updated
 from tasks.durability import state_changing
 from tasks.services import Services

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from roll_core.provenance import code_version
-from roll_core.store.runs import commit as commit_manifest
+from roll_core.store.records.runs import commit as commit_manifest
 from roll_core.types.manifest import (
     NO_PARENT,
     Checkpointing,

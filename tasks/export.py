@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_core.errors import ArtifactDamaged
-from roll_core.store.checkpoints import checkpoints_to_resume
-from roll_core.store.exports import find_export
 from roll_core.store.object_store import ObjectStore
+from roll_core.store.records.checkpoints import checkpoints_to_resume
+from roll_core.store.records.exports import find_export
 from roll_core.types.manifest import Manifest, Receipt
 from tasks.durability import state_changing
 from tasks.services import Services

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from infra.slurm import slurm
 from infra.slurm.launcher import LegRequest
-from roll_core.config.launcher import SlurmLauncher
-from roll_core.config.placement import DeviceKind
+from roll_core.config.operations.legs import SlurmLauncher
+from roll_core.config.operations.placement import DeviceKind
 from roll_core.config.run import RunConfig
 from roll_core.errors import UserError
 from roll_core.types.refs import RunRef, digest_of

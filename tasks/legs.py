@@ -16,12 +16,12 @@ from infra.slurm.launcher import JobEnd, Launcher, LegJob
 from infra.slurm.local import LocalLauncher
 from infra.slurm.node import NodeShape, follow, lead
 from infra.slurm.queue import STILL_RUNNING, SlurmUnavailable
-from roll_core.config import launcher as launchers
+from roll_core.config.operations import legs as launchers
 from roll_core.config.run import RunConfig
 from roll_core.errors import FailureClass, IterationTaken, NodeUnfit, StoreUnavailable, UserError, classify, one_line
-from roll_core.store.nodes import NodeFailure, excluded_nodes, note_failure
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import read_chain, read_config, store_of
+from roll_core.store.records.nodes import NodeFailure, excluded_nodes, note_failure
+from roll_core.store.records.runs import read_chain, read_config, store_of
 from roll_core.tracking.spool import RunStatus
 from roll_core.tracking.tracker import Tracker
 from roll_core.types.leg import LegEnded, LegEnding, LegPlace

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from prefect.artifacts import create_markdown_artifact
 
-from roll_core.config.nightly import Reference, Tolerances
+from roll_core.config.operations.nightly import Reference, Tolerances
 from roll_core.config.run import RunConfig
 from roll_core.reporting.regression import judge, markdown, measure
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import find_run, read_chain
+from roll_core.store.records.runs import find_run, read_chain
 from roll_core.types.regression import Measured, Verdict
 from tasks.durability import state_changing
 

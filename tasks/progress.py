@@ -7,7 +7,7 @@ from prefect import get_run_logger
 
 from roll_core.reporting.progress import PROGRESS
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import read_manifest
+from roll_core.store.records.runs import read_manifest
 from roll_core.types.manifest import Manifest
 from roll_core.types.refs import RunRef
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from roll_core.config.run import RunConfig
 from roll_core.provenance import code_version
-from roll_core.store.checkpoints import checkpoints_to_resume
-from roll_core.store.fork import refuse_without_origin
 from roll_core.store.object_store import ObjectStore
+from roll_core.store.records.checkpoints import checkpoints_to_resume
+from roll_core.store.records.forks import refuse_without_origin
 from roll_core.types.manifest import Manifest, Metrics, Receipt
 from tasks.durability import state_changing
 from tasks.services import Services

@@ -4,9 +4,9 @@ from roll_core.config.load import load_config
 from roll_core.config.run import RunConfig
 from roll_core.errors import UserError
 from roll_core.planning.preflight import check_origins, check_ready, with_teachers_pinned
-from roll_core.store import runs
-from roll_core.store.fork import forked_config
 from roll_core.store.object_store import ObjectStore
+from roll_core.store.records import runs
+from roll_core.store.records.forks import forked_config
 from roll_core.types.refs import RunRef
 from tasks.durability import state_changing
 

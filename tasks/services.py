@@ -14,13 +14,13 @@ from roll_core.errors import IterationTaken, NodeUnfit
 from roll_core.provenance import library_versions, machine_kind
 from roll_core.reporting.goodput import START
 from roll_core.reporting.stage_log import StageLog
-from roll_core.store.nodes import NodeFailure, note_failure
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import read_config, store_of
+from roll_core.store.records.nodes import NodeFailure, note_failure
+from roll_core.store.records.runs import read_config, store_of
 from roll_core.tracking.tracker import MACHINE_TAG, VERSIONS_TAG, Tracker
 from roll_core.types.leg import LegPlace
 from roll_core.types.refs import RunRef
-from tasks.winding_up import LegTime
+from tasks.leg_time import LegTime
 
 if TYPE_CHECKING:
     from roll_core.roles.fleet import Fleet

@@ -1,8 +1,8 @@
 """summary: what a run achieved, as a record and as a page."""
 
 from roll_core.reporting.report import render_report
-from roll_core.store.runs import read_chain, read_config, store_of
-from roll_core.store.summary import RunSummary, summary_of
+from roll_core.store.records.runs import read_chain, read_config, store_of
+from roll_core.store.records.summary import RunSummary, summary_of
 from roll_core.types.refs import RunRef
 from tasks.durability import state_changing
 from tasks.services import run_dir

@@ -3,8 +3,8 @@
 from roll_core.reporting.stage_log import read_stages
 from roll_core.reporting.timeline import timeline_html
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import read_manifest
-from roll_core.store.traces import decode_trace
+from roll_core.store.records.runs import read_manifest
+from roll_core.store.records.traces import decode_trace
 from roll_core.types.manifest import Manifest
 from tasks.services import Services, run_dir
 

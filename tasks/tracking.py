@@ -7,7 +7,7 @@ from datetime import datetime
 from roll_core.errors import ArtifactDamaged
 from roll_core.reporting.goodput import commits_in_logs, goodput_metrics, leg_histories
 from roll_core.reporting.stage_log import read_stages_by_leg
-from roll_core.store.rollouts import decode_trajectories
+from roll_core.store.records.rollouts import decode_trajectories
 from roll_core.types.manifest import Evaluated, Manifest
 from tasks.services import Services, run_dir
 from tasks.timeline import draw_timeline

@@ -2,8 +2,8 @@
 
 import logging
 
-from roll_core.config.agreement import AgreementConfig
-from roll_core.config.experts import ExpertsConfig
+from roll_core.config.training.experts import ExpertsConfig
+from roll_core.config.training.mismatch import AgreementConfig
 from roll_core.types.manifest import Prepared, Receipt, Updated
 from tasks.durability import state_changing
 from tasks.services import Services

@@ -9,7 +9,7 @@ import torch
 from roll_core.batching.demonstrations import as_sample
 from roll_core.config.rollout import InFlight
 from roll_core.config.run import RunConfig
-from roll_core.config.training import WarmStartConfig
+from roll_core.config.training.training import WarmStartConfig
 from roll_core.data.problem_source import build_source
 from roll_core.inference.base import WeightsUpdate, adopt
 from roll_core.inference.torch_engine import TorchEngine

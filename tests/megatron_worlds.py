@@ -20,18 +20,18 @@ from torch import Tensor
 from roll_core.algorithms.catalog import build_algorithm
 from roll_core.batching.micro_batch import MicroBatch
 from roll_core.batching.packing import PackingLimits
-from roll_core.config.algorithm import AlgorithmConfig, Grpo, Gspo
-from roll_core.config.experts import ExpertsConfig
-from roll_core.config.layout import LayoutConfig
+from roll_core.config.algorithm.methods import AlgorithmConfig, Grpo, Gspo
+from roll_core.config.algorithm.policy_update import Aggregation, KlLossConfig, RatioLevel
+from roll_core.config.algorithm.shaping import KlEstimator
 from roll_core.config.model import Architecture, ScratchModel
-from roll_core.config.policy_update import Aggregation, KlLossConfig, RatioLevel
-from roll_core.config.shaping import KlEstimator
-from roll_core.config.training import OptimizerConfig, Packing, TrainingBackend, TrainingConfig
+from roll_core.config.training.experts import ExpertsConfig
+from roll_core.config.training.layout import LayoutConfig
+from roll_core.config.training.training import OptimizerConfig, Packing, TrainingBackend, TrainingConfig
 from roll_core.models.checkpoint_names import as_checkpoint
 from roll_core.training.base import Policy, Share
-from roll_core.training.megatron_backend import MegatronBackend, MegatronSettings
-from roll_core.training.torch_backend import TorchBackend
-from roll_core.training.torch_trained import TorchSettings, over_ranks
+from roll_core.training.megatron.backend import MegatronBackend, MegatronSettings
+from roll_core.training.torch.backend import TorchBackend
+from roll_core.training.torch.trainable import TorchSettings, over_ranks
 from roll_core.types.manifest import Metrics
 from roll_core.types.routing import RoutedExperts
 from roll_core.types.sample import Sample

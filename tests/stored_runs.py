@@ -4,10 +4,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from roll_core.store.checkpoints import record_checkpoint
-from roll_core.store.exports import record_export
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import commit, open_run, read_chain
+from roll_core.store.records.checkpoints import record_checkpoint
+from roll_core.store.records.exports import record_export
+from roll_core.store.records.runs import commit, open_run, read_chain
 from roll_core.types.manifest import NO_PARENT, Evaluated, Manifest
 from roll_core.types.refs import ArtifactKind, CheckpointFile, CheckpointRef, ExportRef, record_digest
 from tests.support import tiny_config

@@ -34,7 +34,7 @@ import cloudpickle
 from infra.slurm.launcher import LegFunction
 from infra.slurm.queue import EndTime, node_address
 from infra.slurm.scratch import own_folder
-from roll_core.config.placement import ELASTIC_RESOURCE, leg_resources
+from roll_core.config.operations.placement import ELASTIC_RESOURCE, leg_resources
 from roll_core.errors import RollError
 from roll_core.roles.process import role_environment
 from roll_core.types.leg import LegPlace

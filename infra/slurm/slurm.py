@@ -18,7 +18,7 @@ from infra.slurm import queue
 from infra.slurm.launcher import JobEnd, LegFunction, LegRequest
 from infra.slurm.local import last_line
 from infra.slurm.node import NodeReport, NodeShape, join_legs, run_node
-from roll_core.config.launcher import SlurmLauncher as SlurmConfig
+from roll_core.config.operations.legs import SlurmLauncher as SlurmConfig
 from roll_core.types.leg import LegEnding
 
 

@@ -15,10 +15,9 @@ from roll_core.algorithms.credit import CreditRecipe
 from roll_core.algorithms.divergences import KlEstimator
 from roll_core.algorithms.inputs import AdvantageFn, LossFn, Objective, Reduction, ValueLossFn
 from roll_core.algorithms.values import clipped_value_loss
-from roll_core.config import algorithm as variants
-from roll_core.config import shaping
-from roll_core.config.algorithm import AlgorithmConfig, Baseline
-from roll_core.config.policy_update import Aggregation, ClippedUpdate, PolicyUpdate, RatioLevel, Signal
+from roll_core.config.algorithm.methods import AlgorithmConfig, Baseline, shaping
+from roll_core.config.algorithm.methods import methods as variants
+from roll_core.config.algorithm.policy_update import Aggregation, ClippedUpdate, PolicyUpdate, RatioLevel, Signal
 
 
 @dataclass(frozen=True)

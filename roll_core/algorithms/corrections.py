@@ -13,7 +13,7 @@ from torch import Tensor
 from roll_core.algorithms.divergences import MAX_LOG_RATIO
 from roll_core.algorithms.grouping import masked_mean_by, min_by, sum_by
 from roll_core.algorithms.inputs import LossInputs, masked_sum
-from roll_core.config.correction import Compared, CorrectionLevel, FilterConfig, WeightingConfig
+from roll_core.config.algorithm.correction import Compared, CorrectionLevel, FilterConfig, WeightingConfig
 
 Correction = Callable[[LossInputs], tuple[LossInputs, dict[str, Tensor]]]
 

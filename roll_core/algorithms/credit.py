@@ -16,7 +16,7 @@ from roll_core.algorithms.divergences import KlEstimator
 from roll_core.algorithms.grouping import sum_by
 from roll_core.algorithms.inputs import AdvantageFn, AdvantageInputs
 from roll_core.algorithms.shaping import Moments, divisors, normalized, overlong_penalty
-from roll_core.config.shaping import (
+from roll_core.config.algorithm.shaping import (
     KlRewardConfig,
     MasksConfig,
     NormalizingConfig,

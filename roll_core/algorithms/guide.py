@@ -6,8 +6,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from roll_core.algorithms.catalog import TABLE, Row
-from roll_core.config import correction, critic, policy_update, shaping, teachers
-from roll_core.config.policy_update import PolicyUpdate
+from roll_core.config.algorithm.methods import correction, critic, policy_update, shaping, teachers
+from roll_core.config.algorithm.policy_update import PolicyUpdate
 
 SHARED = (
     ("shaping", shaping.ShapingConfig),

@@ -12,7 +12,7 @@ from roll_core.algorithms.corrections import Correction
 from roll_core.algorithms.divergences import MAX_LOG_RATIO, KlEstimator, k3
 from roll_core.algorithms.grouping import masked_mean_by, sum_by
 from roll_core.algorithms.inputs import LossInputs, LossOutputs, Objective, Reduction, TokenLosses, masked_sum
-from roll_core.config.policy_update import RatioLevel
+from roll_core.config.algorithm.policy_update import RatioLevel
 
 
 def policy_gradient(inputs: LossInputs) -> TokenLosses:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from roll_core.algorithms.advantages import STD_EPSILON
 from roll_core.algorithms.grouping import centred_by, std_by
-from roll_core.config.shaping import StatisticsFrom
+from roll_core.config.algorithm.shaping import StatisticsFrom
 from roll_core.types.refs import Record
 
 

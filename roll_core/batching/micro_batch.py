@@ -12,7 +12,7 @@ from torch import Tensor
 
 from roll_core.batching.packing import PackingLimits, Unit, plan_ranks, plan_units
 from roll_core.batching.token_data import TokenData
-from roll_core.config.training import Packing
+from roll_core.config.training.training import Packing
 from roll_core.types.routing import NOT_RECORDED
 from roll_core.types.sample import Sample
 

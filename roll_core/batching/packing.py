@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from roll_core.config.training import Packing
+from roll_core.config.training.training import Packing
 
 Unit = tuple[int, ...]
 """Indices of the samples that share a prompt; a single one when prompts are not shared."""

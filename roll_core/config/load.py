@@ -13,12 +13,12 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from roll_core.config.algorithm import Distillation
+from roll_core.config.algorithm.methods import Distillation
+from roll_core.config.algorithm.teachers import PretrainedTeacher, TeacherConfig
 from roll_core.config.model import PretrainedModel
-from roll_core.config.nightly import NightlyConfig
+from roll_core.config.operations.nightly import NightlyConfig
 from roll_core.config.problems import FiledProblems
 from roll_core.config.run import RunConfig
-from roll_core.config.teachers import PretrainedTeacher, TeacherConfig
 from roll_core.errors import UserError
 
 Tree = dict[str, Any]

@@ -5,14 +5,22 @@ from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
-from roll_core.config.agreement import AgreementAction
-from roll_core.config.algorithm import AlgorithmConfig, Grpo
+from roll_core.config.algorithm.methods import AlgorithmConfig, Grpo
 from roll_core.config.base import Section
 from roll_core.config.inference import InferenceConfig, RehearsalInference, TorchInference, VllmInference
-from roll_core.config.layout import LayoutConfig
 from roll_core.config.model import ModelConfig, ScratchModel
-from roll_core.config.nodes import NodesConfig
-from roll_core.config.placement import ClusterConfig, DeviceKind, PlacementConfig
+from roll_core.config.operations.nodes import NodesConfig
+from roll_core.config.operations.placement import ClusterConfig, DeviceKind, PlacementConfig
+from roll_core.config.operations.services import (
+    CheckpointConfig,
+    DeadlinesConfig,
+    EvaluationConfig,
+    LegsConfig,
+    RetriesConfig,
+    StoreConfig,
+    TrackingConfig,
+)
+from roll_core.config.operations.weights import WeightsConfig, WeightsTransport
 from roll_core.config.problems import (
     ArithmeticProblems,
     ExactMatch,
@@ -22,17 +30,9 @@ from roll_core.config.problems import (
     RewardConfig,
 )
 from roll_core.config.rollout import RolloutConfig
-from roll_core.config.services import (
-    CheckpointConfig,
-    DeadlinesConfig,
-    EvaluationConfig,
-    LegsConfig,
-    RetriesConfig,
-    StoreConfig,
-    TrackingConfig,
-)
-from roll_core.config.training import Packing, Precision, TrainingBackend, TrainingConfig, WarmStartConfig
-from roll_core.config.weights import WeightsConfig, WeightsTransport
+from roll_core.config.training.layout import LayoutConfig
+from roll_core.config.training.mismatch import AgreementAction
+from roll_core.config.training.training import Packing, Precision, TrainingBackend, TrainingConfig, WarmStartConfig
 
 
 class ForkedFrom(Section):

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from roll_core.config.problems import Columns, DatasetProblems
-from roll_core.data.filed import FiledSource, Row
+from roll_core.data.file_source import FiledSource, Row
 from roll_core.errors import UserError
 
 STATE, SPLITS = "state.json", "dataset_dict.json"

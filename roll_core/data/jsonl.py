@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from roll_core.config.problems import Columns, JsonlProblems
-from roll_core.data.filed import FiledSource, Row
+from roll_core.data.file_source import FiledSource, Row
 from roll_core.errors import UserError
 
 

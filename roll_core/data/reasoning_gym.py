@@ -13,7 +13,7 @@ from pydantic import JsonValue
 
 from roll_core.config.problems import GymTask, ReasoningGymProblems
 from roll_core.data.held_out import is_held_out
-from roll_core.data.wording import worded
+from roll_core.data.prompts import worded
 from roll_core.errors import UserError, one_line
 from roll_core.extras import Extra, require
 from roll_core.seeds import derive_seed

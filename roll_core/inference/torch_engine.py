@@ -16,8 +16,8 @@ from torch import Tensor
 from roll_core.config.model import ModelConfig
 from roll_core.config.rollout import InFlight
 from roll_core.errors import WeightsMismatch
+from roll_core.inference.completions import Growing, refuse_what_cannot_be
 from roll_core.inference.expert_recorder import ExpertRecorder
-from roll_core.inference.growing import Growing, refuse_what_cannot_be
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.sampling import draw
 from roll_core.models.causal_lm import build_model

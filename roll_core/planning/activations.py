@@ -5,10 +5,10 @@ again where layers are not compiled. Those of the megatron backend follow from i
 GPU. h: hidden, q: all queries, k: all keys, i: inside the MLP.
 """
 
-from roll_core.config.layout import LayoutConfig
 from roll_core.config.model import ModelShape
 from roll_core.config.run import RunConfig
-from roll_core.config.training import Packing, Precision, TrainingBackend
+from roll_core.config.training.layout import LayoutConfig
+from roll_core.config.training.training import Packing, Precision, TrainingBackend
 
 IMBALANCE = 1.25
 """Tokens of the busiest rank of those that share out experts, by the mean. A guess, until routers of real runs were seen."""

@@ -10,13 +10,13 @@ send each other follows from arithmetic, and was compared with no measurement.
 import subprocess
 from dataclasses import dataclass
 
-from roll_core.config.algorithm import Distillation
+from roll_core.config.algorithm.methods import Distillation
 from roll_core.config.inference import VllmInference
-from roll_core.config.layout import LayoutConfig
 from roll_core.config.model import ModelShape
-from roll_core.config.placement import ClusterConfig
+from roll_core.config.operations.placement import ClusterConfig
 from roll_core.config.run import RunConfig
-from roll_core.config.training import Precision, TrainingBackend
+from roll_core.config.training.layout import LayoutConfig
+from roll_core.config.training.training import Precision, TrainingBackend
 from roll_core.planning.activations import kept_bytes_between_layers, kept_bytes_of_a_layer
 from roll_core.planning.model_shape import layer_parameters, lora_parameters, parameters_of
 from roll_core.planning.sharding import RankWeights, largest_stages, rows_of_vocabulary, weights_of_stages

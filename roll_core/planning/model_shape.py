@@ -6,8 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from roll_core.config.lora import LoraConfig, LoraTarget
 from roll_core.config.model import Architecture, ModelConfig, ModelShape, PretrainedModel, ScratchModel
+from roll_core.config.training.lora import LoraConfig, LoraTarget
 from roll_core.models.characters import VOCABULARY
 
 

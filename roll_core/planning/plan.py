@@ -3,21 +3,21 @@
 import math
 from dataclasses import dataclass
 
+from roll_core.config.algorithm.shaping import KlEstimator
 from roll_core.config.inference import VllmInference
-from roll_core.config.layout import LayoutConfig
 from roll_core.config.model import ModelConfig, ModelShape, ScratchModel
-from roll_core.config.placement import DeviceKind
+from roll_core.config.operations.placement import DeviceKind
+from roll_core.config.operations.services import LegsConfig
 from roll_core.config.rollout import RolloutConfig
 from roll_core.config.run import RunConfig
-from roll_core.config.services import LegsConfig
-from roll_core.config.shaping import KlEstimator
-from roll_core.config.training import TrainingBackend
-from roll_core.planning.assumptions import assumed_tokens
+from roll_core.config.training.layout import LayoutConfig
+from roll_core.config.training.training import TrainingBackend
+from roll_core.planning.fits import changes
 from roll_core.planning.memory import device_memory_gb, engine_memory, gpu_memory, trainer_memory
 from roll_core.planning.model_shape import parameters_of, shape_of
-from roll_core.planning.pace import checkpoint_bytes, iteration_time, sync_bytes
 from roll_core.planning.proposals import Proposal, propose
-from roll_core.planning.room import changes
+from roll_core.planning.time_model import checkpoint_bytes, iteration_time, sync_bytes
+from roll_core.simulation.assumptions import assumed_tokens
 from roll_core.types.refs import digest_of
 
 NUM_PROPOSALS = 5

@@ -3,30 +3,30 @@
 import shutil
 from pathlib import Path
 
-from roll_core.config.algorithm import Distillation
+from roll_core.config.algorithm.methods import Distillation
+from roll_core.config.algorithm.teachers import PretrainedTeacher, RunTeacher, TeacherConfig
 from roll_core.config.inference import VllmInference
-from roll_core.config.launcher import SlurmLauncher
-from roll_core.config.lora import IN_ATTENTION
 from roll_core.config.model import PretrainedModel
-from roll_core.config.placement import DeviceKind
+from roll_core.config.operations.legs import SlurmLauncher
+from roll_core.config.operations.placement import DeviceKind
 from roll_core.config.run import RunConfig
-from roll_core.config.teachers import PretrainedTeacher, RunTeacher, TeacherConfig
-from roll_core.config.training import TrainingBackend
+from roll_core.config.training.lora import IN_ATTENTION
+from roll_core.config.training.training import TrainingBackend
 from roll_core.data.problem_source import build_source
 from roll_core.errors import UserError
 from roll_core.extras import Extra, require
-from roll_core.inference.vllm_terms import check_divisible, check_head_size, check_version
+from roll_core.inference.vllm.support import check_divisible, check_head_size, check_version
 from roll_core.models.packaged import PACKAGED
-from roll_core.planning.divisibility import check_divides
+from roll_core.planning.fits import check_memory
+from roll_core.planning.layout_checks import check_divides
 from roll_core.planning.memory import device_memory_gb
 from roll_core.planning.model_shape import shape_of
-from roll_core.planning.room import check_memory
 from roll_core.rewards.base import build_reward
 from roll_core.rollout.filter import build_filter
 from roll_core.rollout.renderer import build_renderer
-from roll_core.store.checkpoints import checkpoint_iterations
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import find_run, read_config
+from roll_core.store.records.checkpoints import checkpoint_iterations
+from roll_core.store.records.runs import find_run, read_config
 
 
 def check_ready(config: RunConfig) -> None:

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from roll_core.config.layout import LayoutConfig
 from roll_core.config.model import ModelShape
 from roll_core.config.run import RunConfig
-from roll_core.config.training import TrainingBackend
-from roll_core.planning.divisibility import tensor_divides
+from roll_core.config.training.layout import LayoutConfig
+from roll_core.config.training.training import TrainingBackend
+from roll_core.planning.layout_checks import tensor_divides
 from roll_core.planning.memory import ASLEEP_GB, PROCESS_GB, TrainerMemory, trainer_memory
-from roll_core.planning.pace import UpdateTime, update_time
+from roll_core.planning.time_model import UpdateTime, update_time
 
 HEADROOM = 0.1
 """Of a GPU's memory that a proposal leaves free: allocators leave gaps, and plans were right to a tenth where measured."""

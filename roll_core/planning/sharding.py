@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from roll_core.config.layout import LayoutConfig
 from roll_core.config.model import ModelShape
+from roll_core.config.training.layout import LayoutConfig
 from roll_core.planning.model_shape import layer_parameters
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, median
 
-from roll_core.config.nightly import Reference, Tolerances
+from roll_core.config.operations.nightly import Reference, Tolerances
 from roll_core.config.run import RunConfig, flat_config
 from roll_core.types.manifest import Manifest, Metrics
 from roll_core.types.regression import Comparison, Measured, Origin, Outcome, Verdict, settings_of

@@ -4,7 +4,7 @@ import logging
 
 from roll_core.config.problems import MathVerify
 from roll_core.extras import Extra, require
-from roll_core.rewards.own_process import Grade, OwnProcessGrader
+from roll_core.rewards.subprocess_grader import Grade, OwnProcessGrader
 from roll_core.types.trajectory import Problem, Score, Trajectory
 
 NO_LIMIT = 0

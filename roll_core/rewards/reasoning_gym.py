@@ -10,7 +10,7 @@ from roll_core.config.problems import ReasoningGym
 from roll_core.data.reasoning_gym import generate, generator
 from roll_core.errors import RewardError
 from roll_core.extras import Extra, require
-from roll_core.rewards.own_process import Grade, OwnProcessGrader
+from roll_core.rewards.subprocess_grader import Grade, OwnProcessGrader
 from roll_core.types.trajectory import Problem, Score, Trajectory
 
 

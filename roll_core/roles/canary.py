@@ -17,8 +17,8 @@ from pathlib import Path
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll_core.config.nodes import NodesConfig
-from roll_core.config.placement import ClusterConfig, DeviceKind
+from roll_core.config.operations.nodes import NodesConfig
+from roll_core.config.operations.placement import ClusterConfig, DeviceKind
 from roll_core.errors import NodeUnfit, one_line
 from roll_core.roles.ray_cluster import leg_nodes
 

@@ -14,8 +14,8 @@ import ray
 from ray.actor import ActorHandle
 
 from roll_core.errors import one_line
-from roll_core.roles.bucketed import Bucketed
 from roll_core.roles.ray_cluster import elastic_nodes
+from roll_core.roles.ray_weights import Bucketed
 from roll_core.types.refs import WeightsRef
 
 STARTS = 3

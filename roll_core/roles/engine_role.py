@@ -13,8 +13,8 @@ from roll_core.config.run import RunConfig
 from roll_core.errors import EngineDied
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.streaming import as_they_finish
-from roll_core.roles.bucketed import Bucketed
 from roll_core.roles.process import settle
+from roll_core.roles.ray_weights import Bucketed
 from roll_core.store.object_store import ObjectStore
 from roll_core.types.refs import WeightsRef
 
@@ -137,7 +137,7 @@ def _build_engine_with_model(
 ) -> "InferenceEngine":
     import torch
 
-    from roll_core.models.quick_import import import_models
+    from roll_core.models.lean_import import import_models
 
     device = torch.device(config.cluster.device.value)
     dtype = torch.bfloat16 if config.engines_in_bfloat16 else torch.float32
@@ -153,7 +153,7 @@ def _build_engine_with_model(
                 engine.record_experts()
             return engine
         case VllmInference():
-            from roll_core.inference.vllm_engine import VllmEngine
+            from roll_core.inference.vllm.engine import VllmEngine
 
             return VllmEngine(
                 config.model, inference, num_slots=num_slots, device=device, dtype=dtype, num_threads=num_threads

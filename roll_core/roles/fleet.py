@@ -19,19 +19,19 @@ from ray.actor import ActorHandle
 
 from roll_core.config.run import RunConfig
 from roll_core.errors import RoleDied, RollError
-from roll_core.roles.bucketed import Bucketed
 from roll_core.roles.canary import check_nodes
 from roll_core.roles.placement import reserve_devices
 from roll_core.roles.publishing import RANK_0, Publisher
 from roll_core.roles.ray_cluster import connect_ray, node_names, raylet_pid
+from roll_core.roles.ray_weights import Bucketed
 from roll_core.roles.scheduler_role import SchedulerRole
 from roll_core.roles.trainer_rank import BESIDE, TrainerRank
 from roll_core.roles.waiting import wait_for, wait_for_survivors
-from roll_core.roles.workforce import OFF_DEVICE, Workforce
-from roll_core.store.checkpoints import record_checkpoint, upload_files
-from roll_core.store.exports import record_export
+from roll_core.roles.worker_pool import OFF_DEVICE, Workforce
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.retention import retire
+from roll_core.store.records.checkpoints import record_checkpoint, upload_files
+from roll_core.store.records.exports import record_export
+from roll_core.store.upkeep.retention import retire
 from roll_core.types.manifest import Collected, CollectRequest, Evaluated, Manifest, Metrics, Prepared, Published, Updated
 from roll_core.types.refs import ArtifactKind, ArtifactRef, CheckpointRef, ExportRef, RunRef, WeightsRef
 

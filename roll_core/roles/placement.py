@@ -9,7 +9,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from roll_core.config.placement import DeviceKind, node_resource
+from roll_core.config.operations.placement import DeviceKind, node_resource
 from roll_core.config.run import RunConfig
 from roll_core.errors import DeadlineExceeded
 

@@ -11,15 +11,15 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
+from roll_core.config.operations.weights import WeightsTransport
 from roll_core.config.run import RunConfig
-from roll_core.config.training import TrainingBackend
-from roll_core.config.weights import WeightsTransport
+from roll_core.config.training.training import TrainingBackend
 from roll_core.errors import BroadcastBroken, RoleDied, RollError
-from roll_core.roles.bucketed import Bucketed
+from roll_core.roles.ray_weights import Bucketed
 from roll_core.roles.waiting import wait_for
-from roll_core.roles.workforce import Workforce
+from roll_core.roles.worker_pool import Workforce
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.weights import retire_weights
+from roll_core.store.records.weights import retire_weights
 from roll_core.types.refs import WeightsRef
 
 RANK_0 = "trainer rank 0"

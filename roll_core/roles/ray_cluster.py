@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from roll_core.config.placement import ELASTIC_RESOURCE, ClusterConfig, DeviceKind, leg_resources
+from roll_core.config.operations.placement import ELASTIC_RESOURCE, ClusterConfig, DeviceKind, leg_resources
 from roll_core.errors import DeadlineExceeded, one_line
 from roll_core.roles.process import role_environment
 

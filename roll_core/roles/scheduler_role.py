@@ -20,8 +20,8 @@ from roll_core.rollout.journal import Journal
 from roll_core.rollout.renderer import build_renderer
 from roll_core.rollout.scheduler import RolloutScheduler
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.rollouts import encode_trajectories
-from roll_core.store.traces import encode_trace
+from roll_core.store.records.rollouts import encode_trajectories
+from roll_core.store.records.traces import encode_trace
 from roll_core.store.write_behind import WriteBehind
 from roll_core.types.manifest import Collected, CollectRequest, Evaluated
 from roll_core.types.refs import ArtifactKind, ArtifactRef, RunRef

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
-from roll_core.config.algorithm import Distillation
+from roll_core.config.algorithm.methods import Distillation
 from roll_core.config.run import RunConfig
 from roll_core.data.ledger import draws_of
 from roll_core.errors import RollError
-from roll_core.roles.bucketed import Bucketed
 from roll_core.roles.process import settle
-from roll_core.store.checkpoints import checkpoints_of, download_files, upload_files
+from roll_core.roles.ray_weights import Bucketed
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.rollouts import decode_trajectories
-from roll_core.store.runs import read_chain
+from roll_core.store.records.checkpoints import checkpoints_of, download_files, upload_files
+from roll_core.store.records.rollouts import decode_trajectories
+from roll_core.store.records.runs import read_chain
 from roll_core.types.manifest import Collected, Metrics, Prepared, Updated
 from roll_core.types.refs import CheckpointFile, CheckpointRef, RunRef, WeightsRef
 from roll_core.types.sample import Sample
@@ -66,7 +66,7 @@ class TrainerRank:
 
     def start(self, meeting_point: str) -> None:
         """Join the other ranks and build what learns."""
-        from roll_core.models.quick_import import import_models
+        from roll_core.models.lean_import import import_models
 
         import_models()
         import torch

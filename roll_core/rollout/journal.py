@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 from roll_core.errors import RollError
 from roll_core.rollout.lifecycle import Place
-from roll_core.store.medium import AlreadyExists
+from roll_core.store.media.medium import AlreadyExists
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.rollouts import decode_trajectories, encode_trajectories
+from roll_core.store.records.rollouts import decode_trajectories, encode_trajectories
 from roll_core.types.refs import digest_of
 from roll_core.types.trajectory import Ending, Trajectory
 

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from roll_core.rollout.pacing import Pace
+from roll_core.rollout.lookahead import Pace
 from roll_core.types.manifest import DrawOutcome
 from roll_core.types.trace import Span
 from roll_core.types.trajectory import GREEDY_ATTEMPT

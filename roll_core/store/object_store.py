@@ -16,11 +16,11 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from roll_core.config.services import RETRY_SECONDS
+from roll_core.config.operations.services import RETRY_SECONDS
 from roll_core.errors import ArtifactDamaged, StoreRefused, StoreUnavailable, UserError
-from roll_core.store.folder import Folder
-from roll_core.store.medium import PART_SIZE, AlreadyExists, Medium, Stored, in_order, part_size
-from roll_core.store.memory import Memory
+from roll_core.store.media.folder import Folder
+from roll_core.store.media.medium import PART_SIZE, AlreadyExists, Medium, Stored, in_order, part_size
+from roll_core.store.media.memory import Memory
 from roll_core.types.refs import ArtifactKind, ArtifactRef, digest_of
 
 FILES_IN_FLIGHT = 4
@@ -168,7 +168,7 @@ def _open_medium(uri: str, retry_seconds: float) -> Medium:
 def _open_bucket(uri: str, retry_seconds: float) -> Medium:
     """Imported here because it takes half a second, which runs in a folder need not wait for."""
     try:
-        from roll_core.store.bucket import Bucket
+        from roll_core.store.media.s3 import Bucket
     except ImportError as error:
         raise UserError(
             f"store.uri: {uri} cannot be opened: s3fs does not work here ({error}): install the versions it asks for with "

@@ -12,7 +12,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Run, RunTag
 from mlflow.exceptions import MlflowException
 
-from roll_core.config.services import TrackingConfig
+from roll_core.config.operations.services import TrackingConfig
 from roll_core.errors import RollError, UserError
 from roll_core.tracking.mlflow_run import RUN_ID_TAG, find_or_create_experiment, find_run, prepare_sqlite_folder
 from roll_core.tracking.tracker import MACHINE_TAG, VERSIONS_TAG

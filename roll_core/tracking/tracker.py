@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from roll_core.config.services import TrackingConfig
+from roll_core.config.operations.services import TrackingConfig
 from roll_core.tracking.spool import (
     ArtifactLogged,
     Destination,

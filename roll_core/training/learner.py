@@ -23,19 +23,19 @@ from roll_core.batching.micro_batch import GlobalCounts, MicroBatch, build_micro
 from roll_core.batching.packing import PackingLimits
 from roll_core.batching.samples import GradedBatch, build_batch
 from roll_core.batching.token_data import TokenData, untaught
-from roll_core.config.agreement import MISMATCH, AgreementAction
-from roll_core.config.algorithm import AlgorithmConfig, Distillation
-from roll_core.config.policy_update import Signal
+from roll_core.config.algorithm.methods import AlgorithmConfig, Distillation
+from roll_core.config.algorithm.policy_update import Signal
 from roll_core.config.run import RunConfig
-from roll_core.config.training import OptimizerConfig, Packing
-from roll_core.config.training import TrainingBackend as BackendKind
+from roll_core.config.training.mismatch import MISMATCH, AgreementAction
+from roll_core.config.training.training import OptimizerConfig, Packing
+from roll_core.config.training.training import TrainingBackend as BackendKind
 from roll_core.errors import SamplerDisagrees
 from roll_core.seeds import derive_seed
-from roll_core.training.agreement import Agreement
 from roll_core.training.base import CriticBackend, Policy, Snapshot, Trained, TrainingBackend
-from roll_core.training.torch_backend import TorchBackend
-from roll_core.training.torch_critic import TorchCritic
-from roll_core.training.torch_trained import TorchSettings, over_ranks
+from roll_core.training.mismatch import Agreement
+from roll_core.training.torch.backend import TorchBackend
+from roll_core.training.torch.critic import TorchCritic
+from roll_core.training.torch.trainable import TorchSettings, over_ranks
 from roll_core.types.manifest import Metrics
 from roll_core.types.sample import Sample
 from roll_core.types.trajectory import Trajectory
@@ -366,7 +366,7 @@ def _build(algorithm: AlgorithmConfig, config: RunConfig) -> Algorithm:
 def _build_policy(config: RunConfig, settings: TorchSettings) -> TrainingBackend:
     if config.training.backend is BackendKind.TORCH:
         return TorchBackend(config.model, settings)
-    from roll_core.training.megatron_backend import MegatronBackend, MegatronSettings  # ten seconds, for those who need it
+    from roll_core.training.megatron.backend import MegatronBackend, MegatronSettings  # ten seconds, for those who need it
 
     training, seed, temperature = config.training, config.seed, config.rollout.temperature
     return MegatronBackend(config.model, MegatronSettings(training, seed, temperature, settings.device))

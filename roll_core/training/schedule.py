@@ -2,7 +2,7 @@
 
 import math
 
-from roll_core.config.training import Decay, OptimizerConfig
+from roll_core.config.training.training import Decay, OptimizerConfig
 
 
 def learning_rate_at(step: int, config: OptimizerConfig, total_steps: int) -> float:

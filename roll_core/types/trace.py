@@ -1,6 +1,6 @@
 """What happened to every attempt of an iteration, and when: what timelines are drawn from and simulations are fed with.
 
-In memory only (frozen dataclasses); `roll_core.store.traces` writes and reads them as Parquet. Times are seconds since the
+In memory only (frozen dataclasses); `roll_core.store.records.traces` writes and reads them as Parquet. Times are seconds since the
 epoch, by the clock of the rollout scheduler.
 """
 

@@ -1,6 +1,6 @@
 """Problems and attempts at them: the data of a rollout, before it becomes trainable samples.
 
-In memory only (frozen dataclasses); `roll_core.store.rollouts` writes and reads them as Parquet. Without slots on purpose:
+In memory only (frozen dataclasses); `roll_core.store.records.rollouts` writes and reads them as Parquet. Without slots on purpose:
 thousands of these are pickled between roles every iteration, and slotted dataclasses pickle many times slower.
 """
 

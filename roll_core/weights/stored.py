@@ -21,9 +21,9 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from roll_core.errors import ArtifactDamaged
-from roll_core.store.medium import in_order
+from roll_core.store.media.medium import in_order
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.weights import read_base, record_name, record_weights
+from roll_core.store.records.weights import read_base, record_name, record_weights
 from roll_core.types.refs import ArtifactKind, StoredBucket, WeightsRef, digest_of
 from roll_core.weights.buckets import BUCKET_BYTES, TensorEntry, WeightsBucket, pack
 from roll_core.weights.checks import Watch, WeightsCheck, WeightsSample

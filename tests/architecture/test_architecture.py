@@ -53,7 +53,7 @@ def test_a_rehearsal_needs_no_tensors():
 def test_roles_with_models_load_nothing_that_transformers_would_take_along():
     program = """
 import sys
-from roll_core.models.quick_import import import_models
+from roll_core.models.lean_import import import_models
 import_models()
 import roll_core.inference.torch_engine, roll_core.training.learner
 sys.exit(", ".join({"sklearn", "scipy", "pandas"} & sys.modules.keys()) or 0)

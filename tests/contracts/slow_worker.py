@@ -4,7 +4,7 @@ import os
 import time
 from typing import Any
 
-from roll_core.inference.vllm_worker import WorkerExtension
+from roll_core.inference.vllm.worker import WorkerExtension
 
 
 class SlowWorker(WorkerExtension):

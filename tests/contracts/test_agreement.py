@@ -12,10 +12,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from roll_core.batching.packing import PackingLimits
-from roll_core.config.training import Packing
+from roll_core.config.training.training import Packing
 from roll_core.errors import SamplerDisagrees
-from roll_core.training.agreement import Agreement
 from roll_core.training.base import Share
+from roll_core.training.mismatch import Agreement
 from roll_core.types.manifest import Metrics
 from tests.in_process import InProcess, warm_checkpoint
 from tests.micro_batches import cut, random_tokens

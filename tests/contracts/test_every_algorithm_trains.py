@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from roll_core.algorithms.catalog import TABLE
-from roll_core.config.policy_update import Signal
+from roll_core.config.algorithm.policy_update import Signal
 from tests.in_process import InProcess, warm_checkpoint
 from tests.support import tiny_config
 

@@ -22,21 +22,22 @@ from roll_core.batching.packing import PackingLimits
 from roll_core.config.inference import RehearsalInference, VllmInference
 from roll_core.config.model import Architecture, ScratchModel
 from roll_core.config.rollout import InFlight
-from roll_core.config.training import Packing, TrainingConfig
+from roll_core.config.training.training import Packing, TrainingConfig
 from roll_core.errors import EngineDied, WeightsMismatch
-from roll_core.inference import torch_engine, vllm_engine
+from roll_core.inference import torch_engine
 from roll_core.inference.base import InferenceEngine, WeightsUpdate, adopt
 from roll_core.inference.rehearsal_engine import RehearsalEngine
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.streaming import as_they_finish
 from roll_core.inference.torch_engine import TorchEngine
-from roll_core.inference.vllm_engine import VllmEngine
+from roll_core.inference.vllm import engine as vllm_engine
+from roll_core.inference.vllm.engine import VllmEngine
 from roll_core.models.characters import VOCABULARY
 from roll_core.models.checkpoint_names import is_experts
-from roll_core.planning.virtual_time import run_in_virtual_time
+from roll_core.simulation.virtual_time import run_in_virtual_time
 from roll_core.training.base import Policy
-from roll_core.training.torch_backend import TorchBackend
-from roll_core.training.torch_trained import TorchSettings
+from roll_core.training.torch.backend import TorchBackend
+from roll_core.training.torch.trainable import TorchSettings
 from roll_core.types.trajectory import Ending
 from roll_core.weights.buckets import pack, unpack
 from roll_core.weights.checks import TENSORS, Watch

@@ -13,7 +13,7 @@ from infra.slurm.launcher import JobEnd, Launcher, LegJob, LegRequest
 from infra.slurm.local import LocalLauncher
 from infra.slurm.queue import SlurmUnavailable
 from infra.slurm.slurm import SlurmLauncher
-from roll_core.config import launcher as launchers
+from roll_core.config.operations import legs as launchers
 from roll_core.types.leg import LegEnding, LegPlace
 from tests.integration.conftest import wait_until
 

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from roll_core.algorithms.losses import cross_entropy
 from roll_core.batching.packing import PackingLimits
-from roll_core.config.lora import LoraConfig, LoraTarget
 from roll_core.config.model import Architecture, ScratchModel
-from roll_core.config.training import OptimizerConfig, Packing, TrainingConfig
+from roll_core.config.training.lora import LoraConfig, LoraTarget
+from roll_core.config.training.training import OptimizerConfig, Packing, TrainingConfig
 from roll_core.models.causal_lm import build_model
 from roll_core.models.checkpoint_names import as_checkpoint
 from roll_core.planning.model_shape import lora_parameters, shape_of
 from roll_core.training.base import Policy
-from roll_core.training.torch_backend import TorchBackend
-from roll_core.training.torch_trained import TorchSettings
+from roll_core.training.torch.backend import TorchBackend
+from roll_core.training.torch.trainable import TorchSettings
 from tests.megatron_worlds import start_ranks
 from tests.micro_batches import cut, random_tokens
 from tests.support import random_samples

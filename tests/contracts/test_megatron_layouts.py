@@ -2,8 +2,8 @@
 
 import pytest
 
-from roll_core.config.layout import LayoutConfig as Layout
-from roll_core.config.training import Packing
+from roll_core.config.training.layout import LayoutConfig as Layout
+from roll_core.config.training.training import Packing
 from tests.megatron_worlds import Case, assert_equal, expected, named, run_worlds
 
 DENSE, MIXTURE, LLAMA = "qwen3", "qwen3_moe", "llama"

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from roll_core.config.experts import ExpertsConfig
-from roll_core.config.layout import LayoutConfig as Layout
-from roll_core.config.training import Packing
+from roll_core.config.training.experts import ExpertsConfig
+from roll_core.config.training.layout import LayoutConfig as Layout
+from roll_core.config.training.training import Packing
 from roll_core.models.causal_lm import build_model
 from roll_core.models.checkpoint_names import as_checkpoint
 from tests.megatron_worlds import MODELS, Case, assert_equal, expected, named, run_worlds

@@ -11,9 +11,9 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from roll_core.config.layout import LayoutConfig as Layout
 from roll_core.config.model import Architecture
-from roll_core.config.training import TrainingConfig
+from roll_core.config.training.layout import LayoutConfig as Layout
+from roll_core.config.training.training import TrainingConfig
 from roll_core.models.checkpoint_names import as_checkpoint
 from roll_core.models.megatron_names import LAYERS, Made, MegatronNames
 from roll_core.models.tensor_files import TensorFiles, Turn, write_tensors
@@ -71,7 +71,7 @@ def folders(tmp_path_factory) -> Path:
         write_tensors(as_checkpoint(model.named_parameters()), folder / name, SMALL_SHARD)
         torch.save(_hidden_states(model), folder / f"{name}.hidden")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["roll_core.training.megatron_backend", "tests.contracts.test_megatron_weights"])
+    context.set_forkserver_preload(["roll_core.training.megatron.backend", "tests.contracts.test_megatron_weights"])
     for num_ranks in WORLDS:
         mp.start_processes(_in_rank, (num_ranks, folder), nprocs=num_ranks, start_method="forkserver")
     return folder
@@ -87,7 +87,7 @@ def _hidden_states(model: Any) -> Tensor:
 
 
 def _in_rank(rank: int, num_ranks: int, folder: Path) -> None:
-    from roll_core.training.megatron_cpu import on_device
+    from roll_core.training.megatron.cpu import on_device
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting-{num_ranks}", rank=rank, world_size=num_ranks)
@@ -104,9 +104,9 @@ def _in_rank(rank: int, num_ranks: int, folder: Path) -> None:
 
 @torch.no_grad()
 def _there_and_back(folder: Path, name: str, layout: Layout, to: str) -> None:
-    from roll_core.training.megatron_model import build_chunks
-    from roll_core.training.megatron_shards import shards_of
-    from roll_core.training.megatron_world import adopt_layout
+    from roll_core.training.megatron.model import build_chunks
+    from roll_core.training.megatron.shards import shards_of
+    from roll_core.training.megatron.world import adopt_layout
 
     config, device = AutoConfig.from_pretrained(folder / name), torch.device("cpu")
     adopt_layout(layout, device, seed=0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from roll_core.errors import ArtifactDamaged, StoreRefused, StoreUnavailable, UserError
-from roll_core.store.medium import PART_SIZE
+from roll_core.store.media.medium import PART_SIZE
 from roll_core.store.object_store import AlreadyExists, ObjectStore
 from roll_core.types.refs import ArtifactKind
 from tests.faulty_proxy import Fault, FaultyProxy

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from roll_core.algorithms.losses import cross_entropy
 from roll_core.batching.packing import PackingLimits
-from roll_core.config.experts import ExpertsConfig
 from roll_core.config.rollout import InFlight
-from roll_core.config.training import Packing, TrainingBackend
+from roll_core.config.training.experts import ExpertsConfig
+from roll_core.config.training.training import Packing, TrainingBackend
 from roll_core.inference.base import WeightsUpdate, adopt
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine

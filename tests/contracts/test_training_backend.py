@@ -19,21 +19,21 @@ from roll_core.algorithms.inputs import LossFn
 from roll_core.algorithms.values import clipped_value_loss
 from roll_core.batching.micro_batch import MicroBatch
 from roll_core.batching.packing import PackingLimits, plan_ranks
-from roll_core.config.algorithm import AlgorithmConfig, Grpo, Gspo, Ppo
-from roll_core.config.correction import CorrectionConfig, CorrectionLevel, FilterConfig, WeightingConfig
+from roll_core.config.algorithm.correction import CorrectionConfig, CorrectionLevel, FilterConfig, WeightingConfig
+from roll_core.config.algorithm.methods import AlgorithmConfig, Grpo, Gspo, Ppo
+from roll_core.config.algorithm.policy_update import Aggregation, KlLossConfig, RatioLevel
+from roll_core.config.algorithm.shaping import KlEstimator
 from roll_core.config.model import Architecture, ScratchModel
-from roll_core.config.policy_update import Aggregation, KlLossConfig, RatioLevel
-from roll_core.config.shaping import KlEstimator
-from roll_core.config.training import OptimizerConfig, Packing, TrainingConfig
-from roll_core.config.training import TrainingBackend as BackendKind
+from roll_core.config.training.training import OptimizerConfig, Packing, TrainingConfig
+from roll_core.config.training.training import TrainingBackend as BackendKind
 from roll_core.models.causal_lm import build_model
 from roll_core.models.checkpoint_names import as_checkpoint
 from roll_core.training.base import Policy
 from roll_core.training.learner import Learner
-from roll_core.training.megatron_backend import MegatronBackend, MegatronSettings
-from roll_core.training.torch_backend import TorchBackend
-from roll_core.training.torch_critic import TorchCritic
-from roll_core.training.torch_trained import TorchSettings
+from roll_core.training.megatron.backend import MegatronBackend, MegatronSettings
+from roll_core.training.torch.backend import TorchBackend
+from roll_core.training.torch.critic import TorchCritic
+from roll_core.training.torch.trainable import TorchSettings
 from roll_core.types.manifest import Metrics
 from tests.megatron_worlds import start_ranks
 from tests.micro_batches import cut, random_tokens

@@ -14,19 +14,19 @@ from roll_core.algorithms.inputs import LossFn
 from roll_core.batching.demonstrations import as_sample
 from roll_core.batching.micro_batch import MicroBatch
 from roll_core.batching.packing import PackingLimits
-from roll_core.config.algorithm import AlgorithmConfig, Grpo
+from roll_core.config.algorithm.methods import AlgorithmConfig, Grpo
 from roll_core.config.model import Architecture, ScratchModel
 from roll_core.config.rollout import InFlight
-from roll_core.config.training import OptimizerConfig, Packing, Precision, TrainingConfig
+from roll_core.config.training.training import OptimizerConfig, Packing, Precision, TrainingConfig
 from roll_core.inference.base import WeightsUpdate, adopt
-from roll_core.inference.copy_kernel import CopyTable, FlatCopy
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
+from roll_core.inference.vllm.copy_kernel import CopyTable, FlatCopy
 from roll_core.planning.model_shape import parameters_of, shape_of
 from roll_core.training.base import Policy
 from roll_core.training.learner import Learner
-from roll_core.training.torch_backend import TorchBackend
-from roll_core.training.torch_trained import TorchSettings
+from roll_core.training.torch.backend import TorchBackend
+from roll_core.training.torch.trainable import TorchSettings
 from roll_core.types.trajectory import GREEDY_ATTEMPT
 from roll_core.weights.buckets import pack, unpack
 from roll_core.weights.digests import mix

@@ -5,13 +5,13 @@ import torch
 
 from roll_core.algorithms.catalog import build_algorithm
 from roll_core.batching.packing import PackingLimits
-from roll_core.config.algorithm import Grpo
+from roll_core.config.algorithm.methods import Grpo
 from roll_core.config.model import Architecture, ScratchModel
-from roll_core.config.training import OptimizerConfig, Packing, Precision, TrainingBackend, TrainingConfig
+from roll_core.config.training.training import OptimizerConfig, Packing, Precision, TrainingBackend, TrainingConfig
 from roll_core.training.base import Policy
-from roll_core.training.megatron_backend import MegatronBackend, MegatronSettings
-from roll_core.training.torch_backend import TorchBackend
-from roll_core.training.torch_trained import TorchSettings
+from roll_core.training.megatron.backend import MegatronBackend, MegatronSettings
+from roll_core.training.torch.backend import TorchBackend
+from roll_core.training.torch.trainable import TorchSettings
 from tests.micro_batches import cut, random_tokens
 from tests.support import random_samples
 

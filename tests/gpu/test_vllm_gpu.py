@@ -12,13 +12,13 @@ from roll_core.batching.packing import PackingLimits
 from roll_core.config.inference import VllmInference
 from roll_core.config.model import ScratchModel
 from roll_core.config.rollout import InFlight
-from roll_core.config.training import OptimizerConfig, Packing, Precision, TrainingConfig
+from roll_core.config.training.training import OptimizerConfig, Packing, Precision, TrainingConfig
 from roll_core.errors import WeightsMismatch
 from roll_core.inference.requests import Completion, GenerationRequest
-from roll_core.inference.vllm_engine import VllmEngine
+from roll_core.inference.vllm.engine import VllmEngine
 from roll_core.training.base import Policy
-from roll_core.training.torch_backend import TorchBackend
-from roll_core.training.torch_trained import TorchSettings
+from roll_core.training.torch.backend import TorchBackend
+from roll_core.training.torch.trainable import TorchSettings
 from roll_core.types.trajectory import Ending
 from roll_core.weights.buckets import pack, pack_on_device, share_in_place
 from roll_core.weights.checks import Watch

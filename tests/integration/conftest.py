@@ -16,11 +16,11 @@ import pytest
 from mlflow import MlflowClient
 
 from flows import cli
-from flows.control_plane import QUIET, embedded_server
+from flows.prefect_server import QUIET, embedded_server
 from roll_core.errors import UserError
-from roll_core.store.checkpoints import checkpoints_of
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import read_chain
+from roll_core.store.records.checkpoints import checkpoints_of
+from roll_core.store.records.runs import read_chain
 from roll_core.types.manifest import Manifest
 from roll_core.types.refs import CheckpointRef
 from tests.support import ROOT

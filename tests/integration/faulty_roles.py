@@ -12,9 +12,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows import cli, control_plane
+from flows import cli
+from flows import prefect_server as control_plane
 from roll_core.inference.requests import Completion, GenerationRequest
-from roll_core.roles import fleet, workforce
+from roll_core.roles import fleet
+from roll_core.roles import worker_pool as workforce
 from roll_core.roles.engine_role import EngineRole
 from roll_core.roles.reward_role import RewardRole
 from roll_core.roles.trainer_rank import TrainerRank

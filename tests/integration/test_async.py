@@ -14,8 +14,8 @@ from roll_core.reporting.stage_log import Edge, read_stages
 from roll_core.rollout.journal import Journal
 from roll_core.rollout.lifecycle import Place
 from roll_core.seeds import derive_seed
-from roll_core.store.rollouts import decode_trajectories
-from roll_core.store.traces import decode_trace
+from roll_core.store.records.rollouts import decode_trajectories
+from roll_core.store.records.traces import decode_trace
 from roll_core.types.manifest import Manifest
 from roll_core.types.trace import AttemptTrace, Fate, Span
 from roll_core.types.trajectory import Trajectory

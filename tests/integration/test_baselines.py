@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.config.services import TrackingConfig
+from roll_core.config.operations.services import TrackingConfig
 from roll_core.errors import RollError, UserError
 from roll_core.tracking.baselines import Baselines
 from roll_core.tracking.mlflow_run import MlflowRun

@@ -9,11 +9,11 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from roll_core.config.nodes import NodesConfig
-from roll_core.config.placement import ClusterConfig
+from roll_core.config.operations.nodes import NodesConfig
+from roll_core.config.operations.placement import ClusterConfig
 from roll_core.errors import NodeUnfit
 from roll_core.roles.canary import Question, ask_nodes, check_nodes, meet, node_name
-from roll_core.store.nodes import read_failures
+from roll_core.store.records.nodes import read_failures
 from tests.integration.conftest import Workspace
 from tests.support import ROOT
 

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from roll_core.reporting.chaos import differences
+from tests.chaos.kill_points import differences
 from tests.integration.conftest import Workspace
 
 LONG_S = 580.0

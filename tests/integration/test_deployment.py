@@ -11,7 +11,7 @@ import urllib.request
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.control_plane import free_port
+from flows.prefect_server import free_port
 from tests.integration.conftest import wait_until
 from tests.support import ROOT
 

@@ -7,8 +7,8 @@ import signal
 import torch
 from safetensors.torch import load_file
 
-from roll_core.store.checkpoints import download_files
-from roll_core.store.exports import read_exports
+from roll_core.store.records.checkpoints import download_files
+from roll_core.store.records.exports import read_exports
 from tests.support import ROOT
 
 CONFIG = str(ROOT / "configs/runs/qwen3-moe-tiny.yaml")

@@ -9,7 +9,7 @@ from mlflow.entities import Run
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from roll_core.config.services import TrackingConfig
+from roll_core.config.operations.services import TrackingConfig
 from roll_core.tracking.baselines import Baselines
 from tests.integration.conftest import Workspace
 

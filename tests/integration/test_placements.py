@@ -2,8 +2,8 @@
 
 import pytest
 
-from flows.control_plane import free_port
-from roll_core.store.exports import read_exports
+from flows.prefect_server import free_port
+from roll_core.store.records.exports import read_exports
 
 
 def test_two_sharded_ranks_and_two_engines_of_their_own_with_every_signal_while_the_tracker_is_down(workspace):

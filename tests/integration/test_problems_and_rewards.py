@@ -2,7 +2,7 @@
 
 import pytest
 
-from roll_core.store.rollouts import decode_trajectories
+from roll_core.store.records.rollouts import decode_trajectories
 from tests.integration.conftest import REHEARSED
 
 GYM = [

@@ -7,10 +7,10 @@ import pytest
 from mlflow import MlflowClient
 from safetensors import safe_open
 
-from roll_core.store.exports import read_exports
-from roll_core.store.garbage import needed_objects
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.rollouts import decode_trajectories, encode_trajectories
+from roll_core.store.records.exports import read_exports
+from roll_core.store.records.rollouts import decode_trajectories, encode_trajectories
+from roll_core.store.upkeep.garbage import needed_objects
 from roll_core.types.refs import ArtifactKind, digest_of, record_digest
 from tests.integration.conftest import Workspace
 

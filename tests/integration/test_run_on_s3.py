@@ -4,7 +4,7 @@ import os
 import signal
 
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import read_chain
+from roll_core.store.records.runs import read_chain
 from tests.integration.conftest import REHEARSED, wait_until
 
 

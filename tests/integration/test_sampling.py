@@ -4,7 +4,7 @@ from collections import Counter
 
 from roll_core.data.ledger import ledger
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.rollouts import decode_trajectories
+from roll_core.store.records.rollouts import decode_trajectories
 from roll_core.types.manifest import DrawOutcome
 
 

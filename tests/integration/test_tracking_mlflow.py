@@ -18,7 +18,7 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from roll_core.config.services import TrackingConfig
+from roll_core.config.operations.services import TrackingConfig
 from roll_core.tracking.spool import RunStatus, Spool
 from roll_core.tracking.tracker import Tracker
 from roll_core.types.refs import RunRef
@@ -119,7 +119,7 @@ def test_a_killed_leg_is_uploaded_to_its_last_event(tmp_path: Path) -> None:
 import os, signal
 from datetime import UTC, datetime
 from pathlib import Path
-from roll_core.config.services import TrackingConfig
+from roll_core.config.operations.services import TrackingConfig
 from roll_core.tracking.tracker import Tracker
 from roll_core.types.refs import RunRef
 config = TrackingConfig.model_validate_json({sqlite_config(tmp_path).model_dump_json()!r})

@@ -4,7 +4,7 @@ import os
 import signal
 from pathlib import Path
 
-from roll_core.store.rollouts import decode_trajectories
+from roll_core.store.records.rollouts import decode_trajectories
 from tests.integration.conftest import Workspace, wait_until
 
 MODEL = ("--set", "model.num_heads=2", "--set", "model.num_kv_heads=1")

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from roll_core.store.weights import recorded_weights
+from roll_core.store.records.weights import recorded_weights
 from tests.integration.conftest import Workspace
 
 APART = (

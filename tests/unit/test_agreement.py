@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from roll_core.config.agreement import AgreementAction, AgreementConfig
+from roll_core.config.training.mismatch import AgreementAction, AgreementConfig
 from roll_core.types.manifest import Updated
 from tasks.update import say_if_sampler_disagrees
 

@@ -9,7 +9,7 @@ from roll_core.algorithms.advantages import group_relative
 from roll_core.batching.micro_batch import GlobalCounts
 from roll_core.batching.packing import PackingLimits, pack_rows, plan_ranks, plan_units
 from roll_core.batching.samples import build_batch
-from roll_core.config.training import Packing
+from roll_core.config.training.training import Packing
 from roll_core.types.sample import Sample
 from roll_core.types.trajectory import GREEDY_ATTEMPT, Trajectory, Turn
 from tests.micro_batches import cut, random_tokens

@@ -9,12 +9,12 @@ import pytest
 
 from roll_core.config.rollout import InFlight
 from roll_core.inference.requests import Completion, GenerationRequest
-from roll_core.planning.capacity import Models, Prediction, recommend, simulate
-from roll_core.planning.fit import fit_models, non_negative_least_squares, with_slot_times
-from roll_core.planning.modelled import Cost, Demands, EngineModel, GraderModel, ModelledEngine, TrainerModel
-from roll_core.planning.virtual_time import run_in_virtual_time
-from roll_core.planning.workload import Demand, SampledWorkload, recorded_workload
 from roll_core.reporting.activity import iterations_of, stage_spans, summarise
+from roll_core.simulation.fitting import fit_models, non_negative_least_squares, with_slot_times
+from roll_core.simulation.machines import Cost, Demands, EngineModel, GraderModel, ModelledEngine, TrainerModel
+from roll_core.simulation.simulator import Models, Prediction, recommend, simulate
+from roll_core.simulation.virtual_time import run_in_virtual_time
+from roll_core.simulation.workload import Demand, SampledWorkload, recorded_workload
 from roll_core.types.trace import AttemptTrace, Fate, Span
 from roll_core.types.trajectory import Ending
 from tests.support import tiny_config

@@ -8,7 +8,10 @@ from itertools import pairwise
 
 import pytest
 
-from roll_core.reporting.chaos import (
+from roll_core.reporting.stage_log import FILE_NAME, Edge, StageEvent, StageLog, read_stages
+from roll_core.types.manifest import Collected, CollectRequest, Manifest
+from roll_core.types.refs import ArtifactKind, ArtifactRef
+from tests.chaos.kill_points import (
     ITERATIONS_APART,
     VICTIMS,
     BrokenRun,
@@ -23,9 +26,6 @@ from roll_core.reporting.chaos import (
     sentence,
     trouble,
 )
-from roll_core.reporting.stage_log import FILE_NAME, Edge, StageEvent, StageLog, read_stages
-from roll_core.types.manifest import Collected, CollectRequest, Manifest
-from roll_core.types.refs import ArtifactKind, ArtifactRef
 
 NOON = datetime(2026, 11, 15, 12, tzinfo=UTC)
 POINT = KillPoint(victim="engine 0", stage="collect", iteration=3, delay_s=0.0)

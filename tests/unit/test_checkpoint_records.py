@@ -3,8 +3,8 @@
 import pytest
 
 from roll_core.errors import ArtifactDamaged
-from roll_core.store.checkpoints import checkpoints_of, checkpoints_to_resume, read_records, record_checkpoint
 from roll_core.store.object_store import ObjectStore
+from roll_core.store.records.checkpoints import checkpoints_of, checkpoints_to_resume, read_records, record_checkpoint
 from roll_core.types.manifest import Manifest
 from roll_core.types.refs import ArtifactKind, CheckpointFile, CheckpointRef
 

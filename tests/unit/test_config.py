@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from roll_core.config.algorithm.policy_update import Signal
 from roll_core.config.load import load_config
 from roll_core.config.model import PretrainedModel
-from roll_core.config.policy_update import Signal
 from roll_core.config.run import flat_config
 from roll_core.errors import UserError
 from tests.support import ROOT, tiny_config

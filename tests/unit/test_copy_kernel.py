@@ -6,7 +6,7 @@ import sys
 
 BY_KERNEL = """
 import torch
-from roll_core.inference.copy_kernel import CopyTable, FlatCopy
+from roll_core.inference.vllm.copy_kernel import CopyTable, FlatCopy
 
 torch.manual_seed(0)
 numbers = torch.randn(50_000)

@@ -9,9 +9,9 @@ import pytest
 from infra.slurm.elastic import LOOK_S, QUEUE_AGAIN_S, ElasticJobs
 from infra.slurm.launcher import JobEnd, LegRequest
 from infra.slurm.queue import SlurmUnavailable
-from roll_core.config.launcher import ElasticConfig, SlurmLauncher
 from roll_core.config.load import load_config
-from roll_core.config.weights import WeightsTransport
+from roll_core.config.operations.legs import ElasticConfig, SlurmLauncher
+from roll_core.config.operations.weights import WeightsTransport
 from roll_core.errors import UserError
 from roll_core.reporting.goodput import engines_over_time
 from roll_core.roles.elastic import STARTS, vacancies

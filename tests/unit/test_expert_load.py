@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from roll_core.config.experts import ExpertsConfig
-from roll_core.training.expert_load import quantities
+from roll_core.config.training.experts import ExpertsConfig
+from roll_core.training.experts.load import quantities
 
 
 def test_a_load_is_the_busiest_experts_tokens_over_the_mean_of_its_layer():

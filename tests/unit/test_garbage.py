@@ -3,9 +3,9 @@
 import pytest
 
 from roll_core.errors import ArtifactDamaged, UserError
-from roll_core.store.checkpoints import record_name
-from roll_core.store.garbage import find_garbage, longest_grace_minutes, remove
 from roll_core.store.object_store import object_name
+from roll_core.store.records.checkpoints import record_name
+from roll_core.store.upkeep.garbage import find_garbage, longest_grace_minutes, remove
 from roll_core.types.refs import ArtifactKind
 from tests.stored_runs import StoredRuns
 

@@ -8,18 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flows import cli
-from roll_core.config.layout import LayoutConfig
 from roll_core.config.load import load_config
 from roll_core.config.model import ModelShape
 from roll_core.config.run import RunConfig
+from roll_core.config.training.layout import LayoutConfig
 from roll_core.errors import UserError
-from roll_core.planning.divisibility import check_divides, faults_of
+from roll_core.planning.fits import check_memory
+from roll_core.planning.layout_checks import check_divides, faults_of
 from roll_core.planning.memory import layers_in_flight, trainer_memory
 from roll_core.planning.model_shape import parameters_of, shape_of
-from roll_core.planning.pace import iteration_time, update_time
 from roll_core.planning.proposals import HEADROOM, propose, with_layout
-from roll_core.planning.room import check_memory
 from roll_core.planning.sharding import weights_of_stages
+from roll_core.planning.time_model import iteration_time, update_time
 from tests.support import ROOT
 
 LARGE, MIDDLE = (ROOT / f"configs/runs/{name}.yaml" for name in ("qwen3-moe", "qwen3-moe-30b"))

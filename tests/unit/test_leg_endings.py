@@ -10,14 +10,14 @@ from infra.slurm.launcher import JobEnd
 from infra.slurm.node import NodeReport
 from infra.slurm.queue import FORGOTTEN, JobState
 from infra.slurm.slurm import read_end
-from roll_core.config.launcher import SlurmLauncher
-from roll_core.config.services import LegsConfig
+from roll_core.config.operations.legs import SlurmLauncher
+from roll_core.config.operations.services import LegsConfig
 from roll_core.errors import FailureClass
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import open_run
+from roll_core.store.records.runs import open_run
 from roll_core.types.leg import LegEnded, LegEnding
+from tasks.leg_time import FAREWELL_S, LegTime, slow
 from tasks.legs import read_ending
-from tasks.winding_up import FAREWELL_S, LegTime, slow
 from tests.support import tiny_config
 
 

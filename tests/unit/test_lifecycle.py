@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from roll_core.config.rollout import GroupFilter, RolloutConfig
 from roll_core.rollout.filter import build_filter
 from roll_core.rollout.lifecycle import NEXT, GroupLife, Lifecycle, Page, Place, State, Terms
+from roll_core.rollout.lookahead import Pace
 from roll_core.rollout.metrics import describe_page
-from roll_core.rollout.pacing import Pace
 from roll_core.types.manifest import DrawOutcome
 from roll_core.types.trajectory import GREEDY_ATTEMPT
 

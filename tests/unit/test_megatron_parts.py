@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_core.batching.packing import PackingLimits
-from roll_core.config.training import Packing
+from roll_core.config.training.training import Packing
 from roll_core.errors import UserError
-from roll_core.training.megatron_checkpoint import boxes
+from roll_core.training.megatron.checkpoint import boxes
 from roll_core.training.scorer import Vocabulary
 from tests.micro_batches import cut
 from tests.support import random_samples, tiny_config

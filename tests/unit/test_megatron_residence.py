@@ -2,7 +2,7 @@
 
 import torch
 
-from roll_core.training.megatron_residence import MegatronResidence
+from roll_core.training.megatron.offload import MegatronResidence
 
 
 def test_views_are_read_on_the_host_and_are_what_they_were_afterwards():

@@ -9,14 +9,14 @@ from roll_core.config.inference import VllmInference
 from roll_core.config.load import load_config
 from roll_core.config.model import Architecture, ModelShape, PretrainedModel, ScratchModel
 from roll_core.config.run import RunConfig
-from roll_core.config.training import Precision, TrainingConfig
+from roll_core.config.training.training import Precision, TrainingConfig
 from roll_core.errors import UserError
 from roll_core.models.causal_lm import build_model
 from roll_core.planning.activations import kept_bytes_of_a_layer
+from roll_core.planning.fits import check_memory
 from roll_core.planning.memory import engine_memory, gpu_memory, trainer_memory
 from roll_core.planning.model_shape import parameters_of, shape_of
-from roll_core.planning.room import check_memory
-from roll_core.training.torch_trained import TorchSettings
+from roll_core.training.torch.trainable import TorchSettings
 
 QWEN3_0_6B = ModelShape(
     hidden=1024,

@@ -13,8 +13,8 @@ from roll_core.config.problems import GymTask, MathVerify, OwnProcess, Reasoning
 from roll_core.data.reasoning_gym import ReasoningGymSource
 from roll_core.errors import FailureClass, RewardError, UserError, classify
 from roll_core.rewards.base import Reward, build_reward
-from roll_core.rewards.own_process import OwnProcessGrader
 from roll_core.rewards.reasoning_gym import tagged
+from roll_core.rewards.subprocess_grader import OwnProcessGrader
 from roll_core.roles.reward_role import RewardRole
 from roll_core.types.trajectory import Failure, Message, Problem, Score, Speaker, Trajectory
 from tests.support import tiny_config, trajectory
@@ -133,7 +133,7 @@ def test_an_answer_that_is_no_longer_wanted_leaves_no_process_in_the_middle_of_i
 
 
 def test_a_process_whose_reward_worker_is_gone_ends_by_itself(grader):
-    command = [sys.executable, "-m", "roll_core.rewards.own_process", "their_grader", "0.2"]
+    command = [sys.executable, "-m", "roll_core.rewards.subprocess_grader", "their_grader", "0.2"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, input=b'{"do": "hang"}\n', env=environment, capture_output=True, check=False)
     assert done.returncode == -signal.SIGALRM

@@ -3,7 +3,7 @@
 import pytest
 
 from roll_core.config.load import load_config
-from roll_core.config.weights import WeightsTransport
+from roll_core.config.operations.weights import WeightsTransport
 from roll_core.errors import UserError
 from roll_core.roles.placement import bundles_of
 from tests.support import ROOT

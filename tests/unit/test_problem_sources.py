@@ -18,7 +18,7 @@ from roll_core.config.problems import (
     ReasoningGymProblems,
 )
 from roll_core.data.dataset import DatasetSource
-from roll_core.data.filed import extract_answer
+from roll_core.data.file_source import extract_answer
 from roll_core.data.jsonl import JsonlSource
 from roll_core.data.problem_source import build_source
 from roll_core.data.reasoning_gym import ReasoningGymSource

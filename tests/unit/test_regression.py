@@ -5,7 +5,7 @@ import math
 import pytest
 
 from roll_core.config.load import load_config, load_nightly
-from roll_core.config.nightly import Reference, Tolerances
+from roll_core.config.operations.nightly import Reference, Tolerances
 from roll_core.errors import UserError
 from roll_core.provenance import library_versions, machine_kind
 from roll_core.reporting.regression import compare, is_only_slower, judge, markdown, measure, robust_sigma, sentence

@@ -11,8 +11,8 @@ from roll_core.config.rollout import InFlight
 from roll_core.inference.base import WeightsUpdate, adopt
 from roll_core.inference.rehearsal_engine import NUM_TOKENS, RehearsalEngine, course_of
 from roll_core.inference.requests import Completion, GenerationRequest
-from roll_core.planning.virtual_time import run_in_virtual_time
 from roll_core.roles.engine_role import EngineRole
+from roll_core.simulation.virtual_time import run_in_virtual_time
 from roll_core.types.trajectory import Ending
 from tests.support import tiny_config
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roll_core.inference.replayed_load import ReplayedLoad
+from roll_core.inference.vllm.replayed_load import ReplayedLoad
 from roll_core.weights.buckets import FlatLayout, TensorEntry, starts_of
 
 

@@ -4,13 +4,13 @@ import threading
 
 import pytest
 
+from roll_core.config.operations.services import CheckpointConfig
 from roll_core.config.run import ForkedFrom
-from roll_core.config.services import CheckpointConfig
 from roll_core.errors import ArtifactDamaged, UserError
 from roll_core.planning.preflight import check_origins
 from roll_core.roles.fleet import Fleet
-from roll_core.store import retention
-from roll_core.store.checkpoints import (
+from roll_core.store.object_store import object_name
+from roll_core.store.records.checkpoints import (
     checkpoint_iterations,
     checkpoints_of,
     mark_name,
@@ -18,10 +18,10 @@ from roll_core.store.checkpoints import (
     record_checkpoint,
     record_name,
 )
-from roll_core.store.fork import refuse_without_origin
-from roll_core.store.object_store import object_name
-from roll_core.store.retention import Place, needed_places, retire, retired
-from roll_core.store.runs import commit, find_run, read_chain
+from roll_core.store.records.forks import refuse_without_origin
+from roll_core.store.records.runs import commit, find_run, read_chain
+from roll_core.store.upkeep import retention
+from roll_core.store.upkeep.retention import Place, needed_places, retire, retired
 from roll_core.types.refs import CheckpointRef
 from tasks.runs import _claim
 from tests.stored_runs import StoredRuns, weights_digest

@@ -28,7 +28,7 @@ from roll_core.rollout.scheduler import RolloutScheduler
 from roll_core.rollout.stream import Finished
 from roll_core.seeds import derive_seed
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.rollouts import decode_trajectories, encode_trajectories
+from roll_core.store.records.rollouts import decode_trajectories, encode_trajectories
 from roll_core.types.manifest import CollectRequest
 from roll_core.types.trajectory import Ending, Failure, Message, Problem, Score, Speaker, Trajectory
 from tests.support import trajectory

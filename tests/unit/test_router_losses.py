@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from roll_core.batching.packing import PackingLimits
-from roll_core.config.experts import ExpertsConfig
-from roll_core.config.training import Packing
-from roll_core.training.router_losses import RouterLosses, write_shares
+from roll_core.config.training.experts import ExpertsConfig
+from roll_core.config.training.training import Packing
+from roll_core.training.experts.losses import RouterLosses, write_shares
 from tests.micro_batches import cut
 from tests.support import random_samples
 

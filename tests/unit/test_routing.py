@@ -11,8 +11,8 @@ import torch
 
 from roll_core.batching.packing import PackingLimits
 from roll_core.batching.samples import build_batch
-from roll_core.config.training import Packing
-from roll_core.store.rollouts import decode_trajectories, encode_trajectories
+from roll_core.config.training.training import Packing
+from roll_core.store.records.rollouts import decode_trajectories, encode_trajectories
 from roll_core.types.routing import NOT_RECORDED, RoutedExperts, extended
 from roll_core.types.sample import Sample
 from roll_core.types.trajectory import Ending, Score, Trajectory, Turn

@@ -7,8 +7,8 @@ import pytest
 
 from roll_core.errors import ArtifactDamaged, IterationTaken, UserError
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import commit, find_run, open_run, read_chain, read_config, read_manifest
-from roll_core.store.summary import summary_of
+from roll_core.store.records.runs import commit, find_run, open_run, read_chain, read_config, read_manifest
+from roll_core.store.records.summary import summary_of
 from roll_core.types.manifest import NO_PARENT, Evaluated, Manifest
 from roll_core.types.refs import ArtifactKind, ArtifactRef, record_digest, record_json
 from tests.support import tiny_config

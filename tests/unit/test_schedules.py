@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from roll_core.config.rollout import GroupFilter, InFlight, Requests, RolloutConfig
 from roll_core.errors import RewardUnavailable, RoleDied, RollError
 from roll_core.inference.requests import Completion, GenerationRequest
-from roll_core.planning.virtual_time import run_in_virtual_time
 from roll_core.rollout.lifecycle import Place
 from roll_core.rollout.scheduler import Rollout, RolloutScheduler
 from roll_core.rollout.stream import Finished
 from roll_core.seeds import derive_seed
+from roll_core.simulation.virtual_time import run_in_virtual_time
 from roll_core.types.manifest import CollectRequest
 from roll_core.types.trace import Fate
 from roll_core.types.trajectory import GREEDY_ATTEMPT, Ending, Failure, Message, Problem, Score, Speaker, Trajectory

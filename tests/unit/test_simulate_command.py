@@ -7,14 +7,14 @@ import yaml
 
 from flows.cli import main
 from roll_core.config.run import RunConfig
-from roll_core.planning.capacity import Models, Prediction, simulate
-from roll_core.planning.modelled import Cost, EngineModel, GraderModel, TrainerModel
-from roll_core.planning.recorded import read_recorded
-from roll_core.planning.workload import SampledWorkload
 from roll_core.reporting.activity import iterations_of, stage_spans
+from roll_core.simulation.machines import Cost, EngineModel, GraderModel, TrainerModel
+from roll_core.simulation.recorded import read_recorded
+from roll_core.simulation.simulator import Models, Prediction, simulate
+from roll_core.simulation.workload import SampledWorkload
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.runs import commit, open_run, read_chain
-from roll_core.store.traces import encode_trace
+from roll_core.store.records.runs import commit, open_run, read_chain
+from roll_core.store.records.traces import encode_trace
 from roll_core.types.manifest import NO_PARENT, Collected, CollectRequest, Manifest
 from roll_core.types.refs import ArtifactKind, record_digest
 from tests.support import tiny_config

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from roll_core.errors import ArtifactDamaged
-from roll_core.store.garbage import find_garbage, remove
 from roll_core.store.object_store import ObjectStore, object_name
-from roll_core.store.weights import record_name, recorded_weights, retire_weights
+from roll_core.store.records.weights import record_name, recorded_weights, retire_weights
+from roll_core.store.upkeep.garbage import find_garbage, remove
 from roll_core.types.refs import WeightsRef
 from roll_core.weights.buckets import unpack
 from roll_core.weights.checks import Watch

@@ -4,7 +4,7 @@ import io
 
 import pyarrow.parquet as pq
 
-from roll_core.store.traces import decode_trace, encode_trace
+from roll_core.store.records.traces import decode_trace, encode_trace
 from roll_core.types.manifest import Collected, CollectRequest, Manifest
 from roll_core.types.refs import ArtifactKind, ArtifactRef
 from roll_core.types.trace import AttemptTrace, Fate, Span

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.config.services import TrackingConfig
+from roll_core.config.operations.services import TrackingConfig
 from roll_core.tracking.spool import (
     ArtifactLogged,
     Destination,

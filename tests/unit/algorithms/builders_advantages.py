@@ -15,7 +15,7 @@ from torch import Tensor
 from roll_core.algorithms.advantages import group_relative
 from roll_core.algorithms.credit import CreditInputs, CreditRecipe
 from roll_core.algorithms.inputs import AdvantageInputs
-from roll_core.config.shaping import ShapingConfig
+from roll_core.config.algorithm.shaping import ShapingConfig
 
 few = settings(max_examples=20, deadline=None)
 """For properties of whole batches, of which twenty are soon tried; a busy machine is no failure."""

@@ -15,8 +15,8 @@ from roll_core.algorithms import losses, reductions
 from roll_core.algorithms.corrections import Correction, correct
 from roll_core.algorithms.inputs import LossInputs, Objective, Reduction, ValueInputs
 from roll_core.algorithms.preferences import PreferenceInputs
-from roll_core.config.correction import Compared, CorrectionLevel, FilterConfig, WeightingConfig
-from roll_core.config.policy_update import RatioLevel
+from roll_core.config.algorithm.correction import Compared, CorrectionLevel, FilterConfig, WeightingConfig
+from roll_core.config.algorithm.policy_update import RatioLevel
 
 Layout = Sequence[Sequence[int]]
 LAYOUT: Layout = ((2, 1), (3,), (1, 1, 2))

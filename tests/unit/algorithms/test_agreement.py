@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from roll_core.algorithms.agreement import Differences, measure, quantities
+from roll_core.algorithms.mismatch import Differences, measure, quantities
 
 
 def found(*log_ratios: float) -> dict[str, float]:

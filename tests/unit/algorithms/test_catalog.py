@@ -6,10 +6,10 @@ import pytest
 
 from roll_core.algorithms.catalog import TABLE, build_algorithm, row_of
 from roll_core.algorithms.guide import guide
-from roll_core.config.algorithm import AlgorithmConfig, DecoupledPpo, Grpo, Ppo, Reinforce, Rloo
-from roll_core.config.correction import CorrectionConfig
-from roll_core.config.policy_update import KlLossConfig, Signal
-from roll_core.config.shaping import KlEstimator, KlRewardConfig, ShapingConfig
+from roll_core.config.algorithm.correction import CorrectionConfig
+from roll_core.config.algorithm.methods import AlgorithmConfig, DecoupledPpo, Grpo, Ppo, Reinforce, Rloo
+from roll_core.config.algorithm.policy_update import KlLossConfig, Signal
+from roll_core.config.algorithm.shaping import KlEstimator, KlRewardConfig, ShapingConfig
 from tests.support import ROOT
 
 VARIANTS = typing.get_args(typing.get_args(AlgorithmConfig)[0])

@@ -21,7 +21,7 @@ from roll_core.algorithms.corrections import (
 from roll_core.algorithms.inputs import LossInputs
 from roll_core.algorithms.losses import policy_gradient, policy_loss
 from roll_core.algorithms.reductions import token_mean
-from roll_core.config.correction import Compared, CorrectionLevel, FilterConfig, WeightingConfig
+from roll_core.config.algorithm.correction import Compared, CorrectionLevel, FilterConfig, WeightingConfig
 from tests.unit.algorithms.builders_losses import (
     CORRECTIONS,
     correction,

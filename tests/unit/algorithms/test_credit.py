@@ -20,7 +20,7 @@ from roll_core.algorithms.advantages import (
 from roll_core.algorithms.credit import CreditInputs, CreditRecipe, CreditState, assign_credit
 from roll_core.algorithms.divergences import k1, k2
 from roll_core.algorithms.shaping import Moments
-from roll_core.config.shaping import (
+from roll_core.config.algorithm.shaping import (
     AdaptiveKlConfig,
     KlEstimator,
     KlRewardConfig,

@@ -14,7 +14,7 @@ from roll_core.algorithms import divergences, losses
 from roll_core.algorithms.inputs import LossInputs
 from roll_core.algorithms.preferences import direct_preference, identity_preference
 from roll_core.algorithms.values import clipped_value_loss
-from roll_core.config.correction import CorrectionLevel
+from roll_core.config.algorithm.correction import CorrectionLevel
 from tests.unit.algorithms.builders_losses import (
     CORRECTIONS,
     OBJECTIVES,

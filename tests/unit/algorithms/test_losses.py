@@ -12,8 +12,8 @@ from torch import Tensor
 
 from roll_core.algorithms import divergences, losses, reductions
 from roll_core.algorithms.inputs import LossInputs, Objective
-from roll_core.config.correction import CorrectionLevel
-from roll_core.config.policy_update import RatioLevel
+from roll_core.config.algorithm.correction import CorrectionLevel
+from roll_core.config.algorithm.policy_update import RatioLevel
 from tests.unit.algorithms.builders_losses import (
     CORRECTIONS,
     LAYOUT,

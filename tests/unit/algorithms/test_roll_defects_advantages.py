@@ -12,7 +12,7 @@ from roll_core.algorithms.advantages import generalized_advantage, group_in_grou
 from roll_core.algorithms.credit import CreditState, assign_credit
 from roll_core.algorithms.grouping import centred_by
 from roll_core.algorithms.shaping import Moments, normalized
-from roll_core.config.shaping import NormalizeConfig, NormalizingConfig, StatisticsFrom
+from roll_core.config.algorithm.shaping import NormalizeConfig, NormalizingConfig, StatisticsFrom
 from tests.unit.algorithms.builders_advantages import (
     advantage_inputs,
     credit_inputs,

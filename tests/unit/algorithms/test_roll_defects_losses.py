@@ -12,7 +12,7 @@ from roll_core.algorithms import divergences, losses
 from roll_core.algorithms.corrections import WEIGHT
 from roll_core.algorithms.inputs import LossInputs
 from roll_core.algorithms.values import clipped_value_loss
-from roll_core.config.correction import CorrectionLevel, FilterConfig
+from roll_core.config.algorithm.correction import CorrectionLevel, FilterConfig
 from tests.unit.algorithms.builders_losses import (
     OBJECTIVES,
     REDUCTIONS,

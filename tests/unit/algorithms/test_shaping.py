@@ -28,7 +28,7 @@ from roll_core.algorithms.masks import (
     rescaled_to_mean_one,
 )
 from roll_core.algorithms.shaping import Moments, divisors, normalized, overlong_penalty
-from roll_core.config.shaping import StatisticsFrom
+from roll_core.config.algorithm.shaping import StatisticsFrom
 from tests.unit.algorithms.builders_advantages import few, floats, fractions, quarters
 
 NONE, GROUP, DOMAIN, BATCH, RUNNING = StatisticsFrom

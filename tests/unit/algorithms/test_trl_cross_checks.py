@@ -21,8 +21,8 @@ from roll_core.algorithms.preferences import (
     identity_preference,
     preference_accuracy,
 )
-from roll_core.config.correction import CorrectionLevel, FilterConfig
-from roll_core.config.policy_update import RatioLevel
+from roll_core.config.algorithm.correction import CorrectionLevel, FilterConfig
+from roll_core.config.algorithm.policy_update import RatioLevel
 from tests.unit.algorithms.builders_advantages import advantage_inputs
 from tests.unit.algorithms.builders_losses import correction, gradient, random_loss_inputs, random_preference_inputs
 

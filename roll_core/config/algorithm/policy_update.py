@@ -1,0 +1,174 @@
+"""What every algorithm has: signals, shaping, corrections, penalties, aggregation. The variants are in `algorithm.py`."""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import ClassVar, Self
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from roll_core.config.algorithm.correction import CorrectionConfig
+from roll_core.config.algorithm.critic import CriticConfig
+from roll_core.config.algorithm.shaping import KlEstimator, NormalizingConfig, ShapingConfig, StatisticsFrom
+from roll_core.config.base import Section
+
+
+class Aggregation(StrEnum):
+    """How token losses become one number, always over the whole batch of an optimizer step."""
+
+    TOKEN_MEAN = "token_mean"
+    SEQUENCE_MEAN_TOKEN_MEAN = "sequence_mean_token_mean"
+    SEQUENCE_MEAN_TOKEN_SUM = "sequence_mean_token_sum"
+    FIXED_LENGTH = "fixed_length"
+
+
+class RatioLevel(StrEnum):
+    """Over what the logarithm of the policy ratio is averaged."""
+
+    TOKEN = "token"
+    TURN = "turn"
+    SEQUENCE = "sequence"
+
+
+class Signal(StrEnum):
+    """What is computed before the update because an algorithm declares it; what nobody declares is not computed."""
+
+    ANCHOR = "anchor"
+    REFERENCE = "reference"
+    DIVERGENCE = "divergence"
+    TEACHER = "teacher"
+    VALUES = "values"
+
+
+class KlLossConfig(Section):
+    """+ coefficient * KL(policy || reference) in the loss; the reference is the policy the run began with."""
+
+    coefficient: PositiveFloat = 0.001
+    """0.04 in GRPO's paper, 0.001 and less in later practice."""
+    estimator: KlEstimator = KlEstimator.K3
+    """k1 is for rewards: as a loss its expected gradient is zero."""
+
+
+class PolicyUpdate(Section):
+    """What every algorithm has."""
+
+    uses_anchor: ClassVar[bool] = True
+    """False for objectives without a ratio to the anchor."""
+    own_signals: ClassVar[frozenset[Signal]] = frozenset()
+    """What the method's advantages are made of, whatever its knobs."""
+    samples_greedily: ClassVar[bool] = False
+    """True where each problem is also attempted once without chance, as a baseline."""
+
+    shaping: ShapingConfig = ShapingConfig()
+    """What happens to rewards and trajectories before advantages, and which of them are trained on."""
+    domains: Mapping[str, ShapingConfig] = {}
+    """Shaping for the problems of a domain, instead of `shaping`."""
+    whiten_advantages: bool = False
+    """Standardise advantages over all tokens of the batch."""
+    advantage_clip: PositiveFloat | None = None
+    """Advantages are kept within plus and minus this."""
+    correction: CorrectionConfig | None = None
+    """For samplers that differ from the trainer, by arithmetic or by age."""
+    kl_loss: KlLossConfig | None = None
+    """Null: no penalty, and no reference policy is loaded."""
+    entropy_coefficient: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus."""
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    """How token losses become one number."""
+    fixed_length_tokens: PositiveInt | None = None
+    """What `aggregation: fixed_length` divides by; null takes rollout.max_new_tokens."""
+
+    @model_validator(mode="after")
+    def _fixed_length_is_used(self):
+        if self.fixed_length_tokens is not None and self.aggregation is not Aggregation.FIXED_LENGTH:
+            raise ValueError(
+                f"fixed_length_tokens ({self.fixed_length_tokens}) needs aggregation fixed_length, not {self.aggregation}"
+            )
+        return self
+
+    @property
+    def compares_groups(self) -> bool:
+        """False where a trajectory needs no others of its problem to be judged."""
+        return True
+
+    @property
+    def sections(self) -> dict[str, ShapingConfig]:
+        """All settings of shaping, by their key."""
+        return {"algorithm.shaping": self.shaping} | {f"algorithm.domains.{k}": v for k, v in self.domains.items()}
+
+    @property
+    def value_model(self) -> CriticConfig | None:
+        """The critic that learns beside the policy, one more update in every iteration, where there is one."""
+        return None
+
+    @property
+    def has_critic(self) -> bool:
+        return self.value_model is not None
+
+    @property
+    def warmup_iterations(self) -> int:
+        """Iterations at the start in which only the critic learns."""
+        return 0 if self.value_model is None else self.value_model.warmup_iterations
+
+    @property
+    def corrects(self) -> bool:
+        """Whether tokens of another policy than the trainer's already count by how likely the trainer finds them."""
+        return self.correction is not None
+
+    @property
+    def corrected(self) -> Self:
+        """The same method with truncated importance sampling, token by token, unless it corrects already."""
+        return self if self.corrects else self.model_copy(update={"correction": CorrectionConfig()})
+
+    @property
+    def credit_signals(self) -> frozenset[Signal]:
+        """What advantages are made of, beside rewards."""
+        penalties = [section.kl for section in self.sections.values() if section.kl is not None]
+        signals = set(self.own_signals)
+        for penalty in penalties:
+            full = penalty.estimator is KlEstimator.FULL
+            signals |= {Signal.DIVERGENCE} if full else {Signal.ANCHOR, Signal.REFERENCE}
+        return frozenset(signals)
+
+    def loss_signals(self, num_optimizer_steps: int) -> frozenset[Signal]:
+        """What the loss needs. With a single optimizer step the policy is its own anchor until it moves."""
+        signals = set()
+        if num_optimizer_steps > 1 and (self.uses_anchor or self.correction is not None):
+            signals.add(Signal.ANCHOR)
+        if self.kl_loss is not None and self.kl_loss.estimator is not KlEstimator.FULL:
+            signals.add(Signal.REFERENCE)
+        return frozenset(signals)
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_loss is not None or any(section.kl is not None for section in self.sections.values())
+
+
+class NormalizingUpdate(PolicyUpdate):
+    """For algorithms without a baseline of their own: rewards can be normalised."""
+
+    shaping: NormalizingConfig = NormalizingConfig()
+    """As in every algorithm, and with `normalize`."""
+    domains: Mapping[str, NormalizingConfig] = {}
+    """Shaping for the problems of a domain, instead of `shaping`."""
+
+    @property
+    def compares_groups(self) -> bool:
+        normalized = [s.normalize for s in (self.shaping, *self.domains.values()) if s.normalize is not None]
+        return any(StatisticsFrom.GROUP in (normalize.mean, normalize.std) for normalize in normalized)
+
+
+class ClippedUpdate(PolicyUpdate):
+    """What every algorithm with PPO's clipped ratio has."""
+
+    clip_low: PositiveFloat = 0.2
+    """The policy ratio is clipped below at 1 - clip_low (PPO's 0.2)."""
+    clip_high: PositiveFloat = 0.2
+    """The policy ratio is clipped above at 1 + clip_high (PPO's 0.2)."""
+    dual_clip: float | None = Field(default=None, gt=1.0)
+    """For negative advantages the loss is at most minus this times the advantage (3 in arXiv 1912.09729); null: no bound."""
+
+    @model_validator(mode="after")
+    def _clip_low_below_one(self):
+        if self.clip_low >= 1:
+            raise ValueError(f"clip_low ({self.clip_low}) must be below 1: the ratio is clipped at 1 - clip_low")
+        return self

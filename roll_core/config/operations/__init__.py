@@ -1,0 +1,1 @@
+"""Operations settings: legs, cluster and placement, store, tracking, weight transport, nightly runs."""

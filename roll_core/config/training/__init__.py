@@ -1,0 +1,1 @@
+"""Training settings: backend and layout, optimizer steps, LoRA, experts, limits on mismatch."""

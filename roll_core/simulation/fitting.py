@@ -1,0 +1,162 @@
+"""How fast the machines of a run were, from what it recorded: traces of attempts, and the timings of its manifests."""
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from roll_core.config.run import RunConfig
+from roll_core.reporting.activity import Levels, count_over_time
+from roll_core.simulation.machines import SHORTEST_S, Cost, EngineModel, GraderModel, TrainerModel
+from roll_core.simulation.simulator import Models
+from roll_core.types.trace import AttemptTrace, Fate, Span
+
+ROUNDS = 6
+"""Fits of an engine, each with what the one before says of how many ran while a token was made; three would do."""
+UNUSUAL, LEAST_SHARE = 8.0, 0.75
+"""Left out is what misses the fit by so many times the median, but never more than a quarter."""
+
+
+def fit_models(
+    config: RunConfig, traces: Sequence[Sequence[AttemptTrace]], timings: Sequence[Mapping[str, float]]
+) -> Models:
+    """The machines of a run of this config, from some of its iterations: a trace and the manifest's timings of each."""
+    every = [trace for of_iteration in traces for trace in of_iteration]
+    num_tokens = [sum(t.num_tokens for t in of_iteration if t.fate is Fate.TRAINED) for of_iteration in traces]
+    return Models(
+        engine=fit_engine(every, config.rollout.slots_per_engine),
+        grader=fit_grader(every),
+        trainer=fit_trainer(timings, num_tokens, len(config.placement.trainer)),
+    )
+
+
+# -------------------------------------------------------------------------------------------------- engines
+@dataclass(frozen=True)
+class _Observed:
+    """Spans of one engine, and how many it ran meanwhile."""
+
+    begins: NDArray[np.float64]
+    ends: NDArray[np.float64]
+    num_tokens: NDArray[np.float64]
+    running: Levels
+
+    def others(self, model: EngineModel) -> NDArray[np.float64]:
+        """Other sequences that ran, in the mean over a span's tokens: there are more of those while fewer ran."""
+        pace = 1.0 / np.maximum(
+            SHORTEST_S, model.seconds_per_token + model.seconds_per_token_per_running * (self.running.levels - 1)
+        )
+        weights = np.where(self.running.levels > 0, pace, 0.0)
+        others = Levels(self.running.times, weights * np.maximum(0.0, self.running.levels - 1))
+        return others.area(self.begins, self.ends) / Levels(self.running.times, weights).area(self.begins, self.ends)
+
+
+def fit_engine(traces: Sequence[AttemptTrace], num_slots: int) -> EngineModel:
+    """Least squares of seconds on 1, tokens, and tokens x others that ran, none negative.
+
+    Engines may take over weights while they have requests, which then wait: the spans that fit least are left out.
+    """
+    spans_of: dict[str, list[Span]] = {}
+    for trace in traces:
+        for span in trace.spans:
+            spans_of.setdefault(span.engine, []).append(span)
+    observed = [seen for spans in spans_of.values() if (seen := _observe(spans, num_slots)) is not None]
+    every = np.full(sum(len(seen.begins) for seen in observed), True)
+    _, missed = _fit_spans(observed, every)
+    return _fit_spans(observed, missed <= max(UNUSUAL * np.median(missed), np.quantile(missed, LEAST_SHARE)))[0]
+
+
+def _fit_spans(observed: Sequence[_Observed], chosen: NDArray[np.bool_]) -> tuple[EngineModel, NDArray[np.float64]]:
+    """The model of some spans, and by how many seconds it misses each of all."""
+    seconds = np.concatenate([seen.ends - seen.begins for seen in observed])
+    num_tokens = np.concatenate([seen.num_tokens for seen in observed])
+    model, missed = EngineModel(0.0, 1.0), seconds
+    for _ in range(ROUNDS):
+        others = np.concatenate([seen.others(model) for seen in observed])
+        columns = np.stack([np.ones_like(seconds), num_tokens, num_tokens * others], axis=1)
+        weights = non_negative_least_squares(columns[chosen], seconds[chosen])
+        model, missed = EngineModel(*weights.tolist()), np.abs(seconds - columns @ weights)
+    return model, missed
+
+
+def _observe(spans: Sequence[Span], num_slots: int) -> _Observed | None:
+    """None for an engine that never gave a token."""
+    in_slots = with_slot_times(spans, num_slots)
+    useful = [span for span in in_slots if span.num_tokens]
+    if not useful:
+        return None
+    begins, ends, num_tokens = np.array([(span.begin, span.end, span.num_tokens) for span in useful]).T
+    return _Observed(begins, ends, num_tokens, count_over_time((span.begin, span.end) for span in in_slots))
+
+
+def with_slot_times(spans: Sequence[Span], num_slots: int) -> list[Span]:
+    """Spans from when they got a slot. Engines are given more than they have slots for, and serve who came first; those that
+    left without a slot are left out."""
+    ends: list[float] = []
+    in_slots = []
+    for span in sorted(spans, key=lambda span: span.begin):
+        begin = span.begin
+        if len(ends) == num_slots:
+            begin = max(begin, ends[0])
+        if span.end <= begin:
+            continue
+        if len(ends) == num_slots:
+            heapq.heapreplace(ends, span.end)
+        else:
+            heapq.heappush(ends, span.end)
+        in_slots.append(replace(span, begin=begin))
+    return in_slots
+
+
+def non_negative_least_squares(columns: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Weights, none below zero, with which columns come closest. Exact, by trying every set of the few columns."""
+    num_columns = columns.shape[1]
+    best, least = np.zeros(num_columns), float(wanted @ wanted)
+    for size in range(1, num_columns + 1):
+        for chosen in combinations(range(num_columns), size):
+            weights, *_ = np.linalg.lstsq(columns[:, chosen], wanted, rcond=None)
+            missed = wanted - columns[:, chosen] @ weights
+            if (weights >= 0).all() and missed @ missed < least:
+                best = np.zeros(num_columns)
+                best[list(chosen)] = weights
+                least = float(missed @ missed)
+    return best
+
+
+# -------------------------------------------------------------------------------------------------- graders and trainer
+def fit_grader(traces: Sequence[AttemptTrace]) -> GraderModel:
+    """Attempts that went to a grader together and came back together shared its time."""
+    calls: dict[tuple[float, float], int] = {}
+    for trace in traces:
+        if trace.grading_at is not None and trace.graded_at is not None:
+            call = (trace.grading_at, trace.graded_at)
+            calls[call] = calls.get(call, 0) + 1
+    seconds = [(end - begin) / count for (begin, end), count in calls.items() for _ in range(count)]
+    return GraderModel(tuple(seconds) or (0.0,))
+
+
+def fit_trainer(timings: Sequence[Mapping[str, float]], num_tokens: Sequence[int], num_devices: int) -> TrainerModel:
+    """Means, and for what depends on the size of the batch a line."""
+
+    def cost(*stages: str) -> Cost:
+        seconds = np.array([sum(timing.get(stage, 0.0) for stage in stages) for timing in timings])
+        columns = np.stack([np.ones(len(num_tokens)), np.array(num_tokens, dtype=float)], axis=1)
+        return Cost(*non_negative_least_squares(columns, seconds).tolist())
+
+    def mean(stage: str) -> float:
+        """Of the iterations that had it."""
+        seconds = [timing[stage] for timing in timings if stage in timing]
+        return sum(seconds) / max(1, len(seconds))
+
+    between = [timing["wall"] - sum(seconds for stage, seconds in timing.items() if stage != "wall") for timing in timings]
+    return TrainerModel(
+        num_devices=num_devices,
+        prepare=cost("prepare"),
+        update=cost("update_critic", "update"),
+        publish_seconds=mean("publish"),
+        evaluate_seconds=mean("evaluate"),
+        checkpoint_seconds=mean("checkpoint"),
+        other_seconds=sum(max(0.0, seconds) for seconds in between) / max(1, len(between)),
+    )

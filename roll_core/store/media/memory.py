@@ -1,0 +1,50 @@
+"""Objects in this process's memory (memory://NAME): for tests that need a store and no disk."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+from roll_core.store.media.medium import AlreadyExists, Stored
+
+_ALL: dict[str, dict[str, tuple[bytes, float]]] = {}
+"""Bytes and when they were written, by name, by store."""
+_LOCK = threading.Lock()
+
+
+class Memory:
+    """Two with the same name hold the same objects."""
+
+    def __init__(self, name: str):
+        self._objects = _ALL.setdefault(name, {})
+
+    def write(self, name: str, parts: Iterator[bytes], size: int) -> None:  # noqa: ARG002
+        self._objects[name] = b"".join(parts), time.monotonic()
+
+    def create(self, name: str, data: bytes) -> None:
+        with _LOCK:
+            if name in self._objects:
+                raise AlreadyExists(name)
+            self._objects[name] = data, time.monotonic()
+
+    def read(self, name: str) -> bytes:
+        if name not in self._objects:
+            raise FileNotFoundError(name)
+        return self._objects[name][0]
+
+    def read_parts(self, name: str, expected_size: int) -> Iterator[bytes]:  # noqa: ARG002
+        yield self.read(name)
+
+    def list(self, folder: str) -> list[str]:
+        prefix = f"{folder}/"
+        return list({name.removeprefix(prefix).split("/")[0] for name in list(self._objects) if name.startswith(prefix)})
+
+    def list_below(self, folder: str) -> Iterator[Stored]:
+        for name, (data, written_at) in list(self._objects.items()):
+            if name.startswith(f"{folder}/"):
+                yield Stored(name, len(data), time.monotonic() - written_at)
+
+    def delete(self, name: str) -> None:
+        self._objects.pop(name, None)
+
+    def remove_unfinished(self, older_than_seconds: float) -> int:  # noqa: ARG002
+        return 0

@@ -1,0 +1,294 @@
+"""Objects in an S3 bucket (s3://), through s3fs. Endpoint, credentials and region are the ordinary AWS settings.
+
+Every request goes through `Bucket._ask`, which repeats it while the failure is one that passes. s3fs, botocore and their
+timeouts repeat nothing, so that `store.retry_seconds` is what it says. One thing below still may: aiohttp sends a PUT again
+when a kept-alive connection turns out to be closed. Writers therefore leave an id with what they write.
+"""
+
+import itertools
+import logging
+import os
+import random
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from functools import partial
+from typing import Any
+
+import aiohttp
+import s3fs
+from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError, SSLError
+from botocore.exceptions import ConnectionError as NotConnected
+from botocore.parsers import ResponseParserError
+from fsspec.asyn import sync
+
+from roll_core.errors import StoreRefused, StoreUnavailable, UserError
+from roll_core.store.media.medium import PART_SIZE, PARTS_IN_FLIGHT, AlreadyExists, Stored, in_order, part_size
+
+SHORTEST_ATTEMPT_SECONDS, ATTEMPT_SECONDS = 2.0, 60.0
+"""An attempt without an answer is given up after a fifth of `store.retry_seconds`, within these: 16 MiB at 280 kB/s."""
+FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 0.1, 10.0
+CONNECTIONS = 32
+"""Several files with several parts each, and a few small requests beside them."""
+PASSING_CODES = {"RequestTimeout", "SlowDown", "Throttling", "OperationAborted", "ConditionalRequestConflict", "BadDigest"}
+"""Answers below 500 that are about this moment, or this transmission, and not about the request."""
+EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "400"}
+"""Answers after which the credentials are looked up again: whoever renews them may have written new ones by now. The
+answer to a HEAD has no text, only the status."""
+NO_ANSWER = (
+    *(NotConnected, HTTPClientError, ResponseParserError, IncompleteReadError),
+    *(aiohttp.ClientError, ConnectionError, TimeoutError),
+)
+WRITER = "roll-writer"
+"""Metadata of an object: the id of the write that made it."""
+
+Request = Callable[[Any], Awaitable[Any]]
+"""What to ask of an s3fs filesystem."""
+
+log = logging.getLogger(__name__)
+
+
+class Bucket:
+    """Example: Bucket("s3://my-bucket/roll", retry_seconds=300).create("runs/a/config.json", b"{}")"""
+
+    def __init__(self, uri: str, retry_seconds: float):
+        self._uri, self._retry_seconds = uri, retry_seconds
+        self._bucket, _, self._prefix = uri.removeprefix("s3://").partition("/")
+        if not self._bucket:
+            raise UserError(f"store.uri: {uri} names no bucket: write s3://BUCKET/FOLDER")
+        self._filesystems: dict[int, Any] = {}
+
+    def write(self, name: str, parts: Iterator[bytes], size: int) -> None:
+        if size > PART_SIZE:
+            self._write_multipart(name, parts, size)
+            return
+        body = b"".join(parts)
+        self._ask(lambda fs: fs._call_s3("put_object", Body=body, **self._target(name)))
+
+    def create(self, name: str, data: bytes) -> None:
+        """A conditional PUT. If its answer was lost the next one finds the name taken, by this very write."""
+        writer, target = uuid.uuid4().hex, self._target(name)
+        try:
+            self._ask(lambda fs: fs._call_s3("put_object", Body=data, IfNoneMatch="*", Metadata={WRITER: writer}, **target))
+        except AlreadyExists:
+            if not self._is_written_by(name, writer):
+                raise AlreadyExists(name) from None
+
+    def read(self, name: str) -> bytes:
+        return self._ask(lambda fs: fs._cat_file(self._path(name), max_concurrency=1))
+
+    def read_parts(self, name: str, expected_size: int) -> Iterator[bytes]:
+        if expected_size <= PART_SIZE:
+            yield self.read(name)
+            return
+        size, step = self._head(name)["ContentLength"], part_size(expected_size)
+        yield from in_order(partial(self._read_range, name, step, size), range(0, size, step), PARTS_IN_FLIGHT)
+
+    def list(self, folder: str) -> list[str]:
+        path = self._path(folder)
+        try:
+            found = self._ask(lambda fs: fs._ls(path, refresh=True))
+        except FileNotFoundError:
+            return []
+        names = (entry.removeprefix(f"{path}/").rstrip("/") for entry in found)
+        return [name for name in names if name]  # some servers list an emptied folder as its own content
+
+    def list_below(self, folder: str) -> Iterator[Stored]:
+        page: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._key(f"{folder}/")}
+        root = len(self._key(""))
+        while True:
+            answer = self._ask(partial(_call, "list_objects_v2", page))
+            now = _answered_at(answer)
+            for entry in answer.get("Contents", []):
+                age_seconds = (now - entry["LastModified"]).total_seconds()
+                yield Stored(entry["Key"][root:], entry["Size"], max(0.0, age_seconds))
+            if not answer.get("IsTruncated"):
+                return
+            page["ContinuationToken"] = answer["NextContinuationToken"]
+
+    def delete(self, name: str) -> None:
+        self._ask(lambda fs: fs._call_s3("delete_object", **self._target(name)))
+
+    def remove_unfinished(self, older_than_seconds: float) -> int:
+        uploads = self._ask(lambda fs: fs._list_multipart_uploads(self._bucket))
+        now, prefix = datetime.now(UTC), self._key("")
+        stale = [
+            upload
+            for upload in uploads
+            if upload["Key"].startswith(prefix) and (now - upload["Initiated"]).total_seconds() > older_than_seconds
+        ]
+        for upload in stale:
+            self._ask(partial(_abort, self._bucket, upload["Key"], upload["UploadId"]))
+        return len(stale)
+
+    def _write_multipart(self, name: str, parts: Iterator[bytes], size: int) -> None:
+        """Several parts in flight; the object appears when all of them are there, and never if something goes wrong."""
+        assert size > PART_SIZE
+        writer, target = uuid.uuid4().hex, self._target(name)
+        begun = self._ask(lambda fs: fs._call_s3("create_multipart_upload", Metadata={WRITER: writer}, **target))
+        upload = target | {"UploadId": begun["UploadId"]}
+
+        def send(numbered: tuple[int, bytes]) -> dict[str, Any]:
+            number, part = numbered
+            sent = self._ask(lambda fs: fs._call_s3("upload_part", PartNumber=number, Body=part, **upload))
+            return {"PartNumber": number, "ETag": sent["ETag"]}
+
+        try:
+            sent = list(in_order(send, enumerate(parts, 1), PARTS_IN_FLIGHT))
+            self._complete(name, upload, sent, writer)
+        except BaseException:
+            self._abandon(name, begun["UploadId"])
+            raise
+
+    def _complete(self, name: str, upload: dict[str, Any], sent: Sequence[dict[str, Any]], writer: str) -> None:
+        """Joining many parts may take minutes. If the answer was lost, the upload is gone and the object is there."""
+        parts = {"Parts": sent}
+        try:
+            self._ask(
+                lambda fs: fs._call_s3("complete_multipart_upload", MultipartUpload=parts, **upload),
+                attempt_seconds=self._retry_seconds,
+            )
+        except FileNotFoundError:
+            if not self._is_written_by(name, writer):
+                raise StoreRefused(
+                    f"store.uri: {self._uri} forgot the parts of {name} before they were joined: "
+                    "keep unfinished uploads for a day in the bucket's lifecycle rules"
+                ) from None
+
+    def _abandon(self, name: str, upload_id: str) -> None:
+        """Free the parts now if the server listens; otherwise `remove_unfinished` does it later."""
+        try:
+            self._attempt(partial(_abort, self._bucket, self._key(name), upload_id), ATTEMPT_SECONDS / 10)
+        except (OSError, BotoCoreError, aiohttp.ClientError) as error:
+            log.info("an unfinished upload of %s stays in %s: %s", name, self._uri, error)
+
+    def _read_range(self, name: str, step: int, size: int, start: int) -> bytes:
+        return self._ask(lambda fs: fs._cat_file(self._path(name), start=start, end=min(start + step, size)))
+
+    def _is_written_by(self, name: str, writer: str) -> bool:
+        try:
+            found = self._head(name)
+        except FileNotFoundError:
+            return False
+        return found["Metadata"].get(WRITER) == writer
+
+    def _head(self, name: str) -> Any:
+        return self._ask(lambda fs: fs._call_s3("head_object", **self._target(name)))
+
+    def _ask(self, request: Request, attempt_seconds: float | None = None) -> Any:
+        """The answer to a request, asked again while the failure is one that passes, for at most `store.retry_seconds`."""
+        deadline = time.monotonic() + self._retry_seconds
+        longest = attempt_seconds or min(ATTEMPT_SECONDS, max(SHORTEST_ATTEMPT_SECONDS, self._retry_seconds / 5))
+        for attempt in itertools.count():
+            try:
+                return self._attempt(request, min(longest, deadline - time.monotonic()))
+            except (OSError, ValueError, BotoCoreError, aiohttp.ClientError) as error:
+                if not _passes(error):
+                    raise self._final(error) from None
+                delay = random.uniform(0.5, 1.0) * min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2**attempt)
+                if time.monotonic() + delay >= deadline:
+                    raise StoreUnavailable(
+                        f"store.uri: {self._uri} did not answer for {self._retry_seconds:g} s (store.retry_seconds; last: "
+                        f"{_reason(error)}): what is committed is safe, resume the run when the store is back"
+                    ) from None
+                if attempt == 0:
+                    log.warning("%s does not answer (%s): trying again", self._uri, _reason(error))
+                if _code(error) in EXPIRED_CODES:
+                    self._filesystem().connect(refresh=True)
+            time.sleep(delay)
+        raise AssertionError
+
+    def _attempt(self, request: Request, seconds: float) -> Any:
+        """A total limit, because aiohttp's read timeout does not run while a request's body is still being sent."""
+        fs = self._filesystem()
+        return sync(fs.loop, request, fs, timeout=seconds)
+
+    def _filesystem(self) -> Any:
+        """s3fs works on a thread, which a fork does not copy: each process opens its own.
+
+        One inherited from a parent is kept but not used: closing it would wait for the thread that is not here.
+        """
+        process = os.getpid()
+        if process not in self._filesystems:
+            fs = s3fs.S3FileSystem(
+                use_listings_cache=False,
+                config_kwargs={
+                    "retries": {"total_max_attempts": 1, "mode": "standard"},
+                    "read_timeout": ATTEMPT_SECONDS,
+                    "max_pool_connections": CONNECTIONS,
+                    # Whoever reads compares with a SHA-256: damage is to be reported as such, not as a failed request.
+                    "response_checksum_validation": "when_required",
+                },
+            )
+            fs.retries = 1
+            self._filesystems[process] = fs
+        return self._filesystems[process]
+
+    def _final(self, error: Exception) -> Exception:
+        """What a failure that does not pass means to whoever asked."""
+        match _status(error), _code(error):
+            case _, "NoSuchBucket":
+                return StoreRefused(
+                    f"store.uri: {self._uri} names a bucket that does not exist: create '{self._bucket}' or point store.uri "
+                    "elsewhere"
+                )
+            case 412, _:
+                return AlreadyExists()
+        if isinstance(error, FileNotFoundError):
+            return error
+        return StoreRefused(
+            f"store.uri: {self._uri} refuses the request ({_reason(error)}): check the credentials, their rights and the "
+            "endpoint (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, or the profile they come from)"
+        )
+
+    def _target(self, name: str) -> dict[str, str]:
+        return {"Bucket": self._bucket, "Key": self._key(name)}
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}" if self._prefix else name
+
+    def _path(self, name: str) -> str:
+        return f"{self._bucket}/{self._key(name)}"
+
+
+async def _call(operation: str, arguments: dict[str, Any], fs: Any) -> Any:
+    return await fs._call_s3(operation, **arguments)
+
+
+def _answered_at(answer: dict[str, Any]) -> datetime:
+    """When the server answered, by its own clock, in whole seconds."""
+    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+    return parsedate_to_datetime(date) if date else datetime.now(UTC)
+
+
+async def _abort(bucket: str, key: str, upload_id: str, fs: Any) -> None:
+    await fs._abort_mpu(bucket, key, upload_id)
+
+
+def _passes(error: Exception) -> bool:
+    """Whether a failure may go away by itself: no answer, half an answer, a server that is overloaded or broken."""
+    status, code = _status(error), _code(error)
+    if status is not None:
+        return (status >= 500 and status != 501) or status == 429 or code in PASSING_CODES | EXPIRED_CODES
+    return isinstance(error, NO_ANSWER) and not isinstance(error, SSLError)
+
+
+def _answer(error: Exception) -> dict[str, Any]:
+    """What the server said, if it said something: s3fs raises an OSError and keeps botocore's error as its cause."""
+    cause = error if isinstance(error, ClientError) else error.__cause__
+    return dict(cause.response) if isinstance(cause, ClientError) else {}
+
+
+def _status(error: Exception) -> int | None:
+    return _answer(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
+
+
+def _code(error: Exception) -> str | None:
+    return _answer(error).get("Error", {}).get("Code")
+
+
+def _reason(error: Exception) -> str:
+    text = str(error.strerror) if isinstance(error, OSError) and error.strerror else str(error)
+    return text or f"{type(error).__name__} after waiting"

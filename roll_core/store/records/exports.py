@@ -1,0 +1,52 @@
+"""Exports: a policy as a Hugging Face folder in the store, and a record that is created once the last file is there.
+
+    runs/quickstart-3/exports/00000040-77d0c2a94e1b.json
+
+As with checkpoints, the digest of the weights says whether a record is of the policy the run committed.
+"""
+
+from roll_core.errors import UserError
+from roll_core.store.object_store import AlreadyExists, ObjectStore
+from roll_core.store.records.checkpoints import checkpoints_of
+from roll_core.store.records.runs import read_chain
+from roll_core.store.records.sealed import create_sealed, read_record
+from roll_core.types.manifest import Manifest
+from roll_core.types.refs import ExportRef, record_json
+
+
+def record_export(store: ObjectStore, run_id: str, export: ExportRef) -> None:
+    """Make an export be one. If a leg before this one has made the same, that stands."""
+    try:
+        create_sealed(store, _record_name(run_id, export.iteration, export.weights_digest), record_json(export, indent=1))
+    except AlreadyExists:
+        return
+
+
+def find_export(store: ObjectStore, manifest: Manifest) -> ExportRef | None:
+    """That of the policy a manifest leads to, if there is one."""
+    try:
+        return read_record(store, _record_name(manifest.run_id, manifest.iteration, manifest.weights_digest), ExportRef)
+    except FileNotFoundError:
+        return None
+
+
+def manifest_to_export(store: ObjectStore, run_id: str, iteration: int | None) -> Manifest:
+    """Whose policy can be had as a folder: that of an iteration that has a checkpoint or an export. None is the newest."""
+    chain = read_chain(store, run_id)
+    there = [checkpoint.iteration for checkpoint in checkpoints_of(store, chain)]
+    if iteration is None and there:
+        return chain[there[-1]]
+    if iteration is not None and iteration < len(chain) and (iteration in there or find_export(store, chain[iteration])):
+        return chain[iteration]
+    which = "" if iteration is None else f" of iteration {iteration}"
+    raise UserError(f"RUN@ITERATION: {run_id} has no checkpoint{which}; it has {there[-8:]}")
+
+
+def read_exports(store: ObjectStore, run_id: str) -> list[ExportRef]:
+    """Every export a run's legs recorded, by iteration."""
+    folder = f"runs/{run_id}/exports"
+    return [read_record(store, f"{folder}/{name}", ExportRef) for name in store.list(folder)]
+
+
+def _record_name(run_id: str, iteration: int, weights_digest: str) -> str:
+    return f"runs/{run_id}/exports/{iteration:08d}-{weights_digest[:12]}.json"

@@ -1,0 +1,80 @@
+"""Which nodes failed, remembered for all runs of a store: `nodes/NODE/TIME-ID.json`, an object a failure.
+
+Nobody changes an object that is there, so writers cannot lose each other's entries. Node and time are in the name: who asks
+which nodes to leave out reads a listing and no objects.
+"""
+
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from urllib.parse import quote, unquote
+
+from roll_core.config.operations.nodes import NodesConfig
+from roll_core.store.object_store import ObjectStore
+from roll_core.store.records.sealed import create_sealed, read_record
+from roll_core.types.refs import Record, record_json
+
+FOLDER = "nodes"
+KEPT = timedelta(days=30)
+"""How long a failure can be looked at; nodes.window_hours says how long it counts."""
+_TIME = "%Y%m%dT%H%M%S.%fZ"
+
+
+class NodeFailure(Record):
+    """That a node, and not the code, was why a leg ended.
+
+    Example: NodeFailure(node="gpu-017", reason="/tmp has 0.2 GB left", run_id="qwen3-moe-3", leg=4,
+    at="2026-11-15T20:30:00Z")
+    """
+
+    node: str
+    reason: str
+    run_id: str
+    leg: int
+    at: datetime
+
+
+def note_failure(store: ObjectStore, failure: NodeFailure) -> None:
+    """Count a failure against its node, and forget what is older than `KEPT` of that node."""
+    name = f"{_folder(failure.node)}/{failure.at.astimezone(UTC).strftime(_TIME)}-{uuid.uuid4().hex[:8]}.json"
+    create_sealed(store, name, record_json(failure, indent=1))
+    for old, at in _entries(store, failure.node):
+        if at < failure.at - KEPT:
+            store.delete(old)
+
+
+def excluded_nodes(store: ObjectStore, policy: NodesConfig, now: datetime) -> tuple[str, ...]:
+    """Nodes that later legs leave out: `policy.failures` or more within `policy.window_hours` before now."""
+    since = now - timedelta(hours=policy.window_hours)
+    nodes = (unquote(name) for name in store.list(FOLDER))
+    counts = {node: sum(since < at <= now for _, at in _entries(store, node)) for node in nodes}
+    return tuple(sorted(node for node, count in counts.items() if count >= policy.failures))
+
+
+def read_failures(store: ObjectStore) -> dict[str, list[NodeFailure]]:
+    """What is remembered, by node, the oldest first."""
+    found: dict[str, list[NodeFailure]] = defaultdict(list)
+    for folder in store.list(FOLDER):
+        for name, _ in _entries(store, unquote(folder)):
+            found[unquote(folder)].append(read_record(store, name, NodeFailure))
+    return dict(found)
+
+
+def clear_failures(store: ObjectStore, nodes: Sequence[str]) -> int:
+    """Forget what is known now about some nodes; how many failures that were. One that is added meanwhile stays."""
+    names = [name for node in nodes for name, _ in _entries(store, node)]
+    for name in names:
+        store.delete(name)
+    return len(names)
+
+
+def _entries(store: ObjectStore, node: str) -> Iterator[tuple[str, datetime]]:
+    """Names of a node's failures, and when they were, the oldest first."""
+    for entry in store.list(_folder(node)):
+        at = datetime.strptime(entry.partition("-")[0], _TIME).replace(tzinfo=UTC)
+        yield f"{_folder(node)}/{entry}", at
+
+
+def _folder(node: str) -> str:
+    return f"{FOLDER}/{quote(node, safe='')}"

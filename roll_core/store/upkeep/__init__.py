@@ -1,0 +1,1 @@
+"""Store upkeep: checkpoint retention and garbage collection."""

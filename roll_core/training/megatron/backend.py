@@ -1,0 +1,321 @@
+"""The `megatron` training backend: a policy spread over ranks by `training.layout`, and frozen ones it is compared with.
+
+All of Megatron is called within `on_device()`, which makes it run without a GPU.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from roll_core.algorithms.inputs import LossFn, LossOutputs
+from roll_core.batching.micro_batch import MicroBatch
+from roll_core.config.model import ModelConfig, PretrainedModel, ScratchModel
+from roll_core.config.training.training import OptimizerConfig, TrainingConfig
+from roll_core.errors import RollError
+from roll_core.models.causal_lm import build_model, model_config
+from roll_core.models.checkpoint_names import as_checkpoint
+from roll_core.models.megatron_names import MegatronNames
+from roll_core.models.tensor_files import NamedTensors, TensorFiles, TensorsInMemory
+from roll_core.training.base import Policy, Share, Snapshot
+from roll_core.training.checkpoint_files import written_files
+from roll_core.training.experts.losses import write_shares
+from roll_core.training.experts.routers import Routers
+from roll_core.training.loss_inputs import loss_inputs
+from roll_core.training.megatron.cpu import on_device
+from roll_core.training.megatron.offload import MegatronResidence
+from roll_core.training.schedule import learning_rate_at
+from roll_core.training.scorer import Reference, Scored
+from roll_core.training.snapshot import HostCopy
+from roll_core.types.manifest import Metrics
+from roll_core.weights.shards import Gathering, Shard, fill
+
+with on_device():
+    from roll_core.training.megatron import checkpoint as megatron_checkpoint
+    from roll_core.training.megatron.checkpoint import Block, Progress, blocks_of
+    from roll_core.training.megatron.layers import Router
+    from roll_core.training.megatron.model import PolicyModel, build_chunks
+    from roll_core.training.megatron.optimizer import MOMENTS, DistributedAdam, Held, wrap
+    from roll_core.training.megatron.pipeline import RowPart, Scoring, forward, forward_backward, to_all_stages
+    from roll_core.training.megatron.shards import shards_of
+    from roll_core.training.megatron.world import adopt_layout, share_of
+
+AREA = "update"
+
+
+class Initial(StrEnum):
+    """Weights to begin with. MODEL: those of the model's config. DRAWN: by Megatron, where they are to be: to measure models
+    that no host has room for."""
+
+    MODEL = "model"
+    DRAWN = "drawn"
+
+
+@dataclass(frozen=True)
+class MegatronSettings:
+    """What a Megatron model is built by."""
+
+    training: TrainingConfig
+    seed: int
+    temperature: float
+    device: torch.device
+    initial: Initial = Initial.MODEL
+
+
+class MegatronBackend:
+    def __init__(self, model: ModelConfig, settings: MegatronSettings):
+        self._settings = settings
+        self._model_config = model
+        with on_device():
+            adopt_layout(settings.training.layout, settings.device, settings.seed)
+            self._policy = _Built(model, settings)
+            if settings.training.routing.freeze_router:
+                for router in _routers(self._policy.chunks):
+                    router.requires_grad_(False)  # before it is wrapped, which gives a place to all gradients that will be
+            self._wrapped = wrap(self._policy.chunks)
+            self._gathering = Gathering(self._policy.shards, self._policy.names)
+            self._routers = _trained_routers(self._policy.chunks, settings)
+        self._share = share_of(settings.training.layout)
+        self._frozen: dict[str, _Built] = {}
+        self._sums: dict[str, Tensor] = {}
+        self._host_copy = HostCopy()
+        self._residence = MegatronResidence(settings.device)
+        self._writers = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+
+    @property
+    def share(self) -> Share:
+        return self._share
+
+    def start_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
+        self._optimizer_config = config
+        self._total_steps = total_steps
+        self._step = 0
+        with on_device():
+            self._optimizer = DistributedAdam(self._wrapped, config, self._settings.training.precision)
+
+    def logprobs(self, micro_batches: Sequence[MicroBatch], policy: str) -> list[Tensor]:
+        built = self._policy if policy == Policy.CURRENT else self._frozen[policy]
+        return self._scored(built, micro_batches, lambda score, _: score(None).logprobs_N)
+
+    def divergences(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        references = self._references(micro_batches)
+        return self._scored(self._policy, micro_batches, lambda score, n: score(references[n]).divergences_N)
+
+    def accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFn) -> None:
+        self._accumulate(micro_batches, loss, {})
+
+    def accumulate_beside_reference(self, micro_batches: Sequence[MicroBatch], loss: LossFn) -> None:
+        self._accumulate(micro_batches, loss, self._references(micro_batches))
+
+    def apply_gradients(self) -> Metrics:
+        rate = learning_rate_at(self._step, self._optimizer_config, self._total_steps)
+        with on_device():
+            norm = self._optimizer.step(rate)
+        self._step += 1
+        steps = {"gradient_norm": norm, "learning_rate": rate, "skipped_steps": float(not math.isfinite(norm))}
+        found = self._drain_sums() | self._routers.metrics()
+        return found | {f"{AREA}/{name}": value for name, value in steps.items()}
+
+    def discard_gradients(self) -> None:
+        with on_device():
+            self._optimizer.discard()
+        self._routers.discard()
+        self._sums = {}
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Full gradients accumulated so far: for tests and for debugging a run."""
+        with on_device():
+            self._optimizer.gather_gradients()
+        trained = Gathering([each for each in self._policy.shards if each.parameter.requires_grad], self._policy.names)
+        return trained.tensors(lambda parameter: parameter.main_grad, torch.float32)  # type: ignore[attr-defined]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._gathering.tensors(lambda parameter: parameter.data, self._policy.dtype)
+
+    def offload(self) -> None:
+        held = list(self._optimizer.held())
+        policies = [self._policy, *self._frozen.values()]
+        kept: list[Tensor] = [parameter for policy in policies for parameter in policy.parameters]
+        kept += [each.main for each in held] + [each.state[name] for each in held for name in MOMENTS]
+        self._residence.offload(kept, emptied=self._optimizer.gradient_buffers)
+
+    def reload(self) -> None:
+        self._residence.reload()
+
+    def snapshot(self) -> Snapshot:
+        held, parameters = list(self._optimizer.held()), self._policy.parameters
+        copied = self._host_copy.of(
+            {
+                "weights": [parameter.data for parameter in parameters],
+                "state": [{name: each.value(name) for name in self._kept} for each in held],
+            }
+        )
+        blocks = self._policy.weight_blocks(dict(zip(parameters, copied["weights"], strict=True)))
+        blocks += [b for each, state in zip(held, copied["state"], strict=True) for b in self._state_blocks(each, state)]
+        progress, group = Progress(self._step, self._optimizer.moves), self._writers
+        shares = self._routers.losses.shares
+
+        def write(folder: Path) -> list[Path]:
+            # Their own group: the ranks go on training, and the order of collectives within a group must be the same.
+            megatron_checkpoint.save(folder, blocks, progress, group)
+            return written_files(folder) + (write_shares(shares, folder) if dist.get_rank() == 0 else [])
+
+        return write
+
+    def load(self, folder: Path) -> None:
+        held = list(self._optimizer.held())
+        megatron_checkpoint.load(folder, self._policy.weight_blocks())
+        with on_device():
+            self._optimizer.follow_parameters()
+        blocks = [b for each in held for b in self._state_blocks(each, {name: each.value(name) for name in self._kept})]
+        self._step, moves = megatron_checkpoint.load(folder, blocks)
+        self._optimizer.set_moves(moves)
+        self._routers.losses.load(folder)
+
+    def load_frozen(self, name: str, folder: Path) -> None:
+        with on_device():
+            frozen = _Built(self._model_config, self._settings)
+        megatron_checkpoint.load(folder, frozen.weight_blocks())
+        self._frozen[name] = frozen
+
+    def build_frozen(self, name: str, model: ModelConfig) -> None:
+        with on_device():
+            frozen = _Built(model, self._settings)
+        theirs, ours = frozen.vocabulary_size, self._policy.vocabulary_size
+        if theirs != ours:
+            raise RollError(f"algorithm.teachers: {name} has a vocabulary of {theirs} tokens, the policy one of {ours}")
+        self._frozen[name] = frozen
+
+    @property
+    def _kept(self) -> tuple[str, ...]:
+        """What is stored of the optimizer: float32 weights beside others, if the parameters are others."""
+        return MOMENTS if self._policy.dtype is torch.float32 else ("main", *MOMENTS)
+
+    def _scored(self, built: "_Built", micro_batches: Sequence[MicroBatch], read: "Read") -> list[Tensor]:
+        """Something of every micro-batch that its scores say, on all ranks."""
+        device = self._settings.device
+
+        def at_the_end(model: PolicyModel, part: RowPart, hidden: Tensor, number: int) -> Tensor:
+            found = read(lambda reference: built.scoring.score(model, part, reference, hidden), number)
+            assert found is not None
+            return found
+
+        with on_device():
+            return to_all_stages(forward(built.chunks, micro_batches, at_the_end, device), micro_batches, device)
+
+    def _references(self, micro_batches: Sequence[MicroBatch]) -> dict[int, Reference]:
+        """What the reference says of each, by number; on the last stage."""
+        reference = self._frozen[Policy.REFERENCE]
+
+        def at_the_end(model: PolicyModel, part: RowPart, hidden: Tensor, _: int) -> Reference:
+            return reference.scoring.reference(model, part, hidden)
+
+        with on_device():
+            return dict(enumerate(forward(reference.chunks, micro_batches, at_the_end, self._settings.device)))
+
+    def _accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFn, references: dict[int, Reference]) -> None:
+        scoring = self._policy.scoring
+
+        def loss_at_the_end(model: PolicyModel, part: RowPart, hidden: Tensor, number: int) -> Tensor:
+            scored = scoring.score(model, part, references.get(number), hidden)
+            outputs = loss(loss_inputs(part.batch, scored))
+            self._note(outputs, len(scored.logprobs_N))
+            return outputs.loss
+
+        self._routers.begin(micro_batches)
+        with on_device():
+            forward_backward(self._wrapped, micro_batches, loss_at_the_end, self._settings.device)
+
+    def _note(self, outputs: LossOutputs, num_tokens: int) -> None:
+        noted = {"loss": outputs.loss, "scored_tokens": torch.tensor(float(num_tokens)), **outputs.metric_sums}
+        for name, value in noted.items():
+            self._sums[name] = self._sums[name] + value.detach() if name in self._sums else value.detach()
+
+    def _drain_sums(self) -> Metrics:
+        """Sums of this step over all shares; per-token sums become means over the tokens scored, if there were any."""
+        mine = {name: float(value) for name, value in self._sums.items()} if self._share.speaks else {}
+        self._sums = {}
+        parts: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(parts, mine)
+        sums = {name: sum(part[name] for part in parts if part) for name in sorted({n for part in parts for n in part})}
+        loss, tokens = sums.pop("loss"), sums.pop("scored_tokens")
+        means = {name: value / tokens for name, value in sums.items()} if tokens else {}
+        return means | {f"{AREA}/loss": loss}
+
+    def _state_blocks(self, held: Held, state: dict[str, Tensor]) -> Iterator[Block]:
+        """Of the numbers of a parameter that this rank moves, what the optimizer knows."""
+        for shard in self._policy.shards_by_parameter[held.parameter]:
+            first = shard.first_row * held.parameter.stride(0)
+            start, stop = max(held.start, first), min(held.stop, first + math.prod(shard.slice.shape))
+            for name, values in state.items():
+                part = values[start - held.start : stop - held.start]
+                yield from blocks_of(name, shard.slice, self._policy.names, part, start - first, stop - first)
+
+
+Read = Callable[[Callable[[Reference | None], Scored], int], Tensor | None]
+"""Asks for the scores of a micro-batch of this number, and reads something off them."""
+
+
+class _Built:
+    """A policy on this rank: the chunks that it has of it, and how tokens are scored by it."""
+
+    def __init__(self, model: ModelConfig, settings: MegatronSettings):
+        config = model_config(model)
+        self.vocabulary_size = int(config.vocab_size)
+        self.names = MegatronNames(config)
+        self.scoring = Scoring(self.vocabulary_size, settings.temperature, settings.training.logprob_chunk_tokens)
+        self.chunks = build_chunks(config, settings.training, settings.device)
+        self.shards = shards_of(self.chunks)
+        if settings.initial is Initial.MODEL:
+            fill(self.shards, self.names, _weights_of(model, settings.seed))
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parameters[0].dtype
+
+    @property
+    def shards_by_parameter(self) -> dict[nn.Parameter, list[Shard]]:
+        found: dict[nn.Parameter, list[Shard]] = {}
+        for shard in self.shards:
+            found.setdefault(shard.parameter, []).append(shard)
+        return found
+
+    def weight_blocks(self, values: dict[nn.Parameter, Tensor] | None = None) -> list[Block]:
+        """Of the weights where they lie, or of a copy of them."""
+        blocks: list[Block] = []
+        for shard in self.shards:
+            part = shard.within(shard.parameter.data if values is None else values[shard.parameter]).view(-1)
+            blocks += blocks_of("weight", shard.slice, self.names, part, 0, len(part))
+        return blocks
+
+
+def _trained_routers(chunks: Sequence[PolicyModel], settings: MegatronSettings) -> Routers:
+    config = chunks[0].config
+    routers = Routers(settings.training.routing, config.num_layers, config.num_moe_experts or 0, settings.device)
+    for router in _routers(chunks):
+        router.trained_by = routers
+    return routers
+
+
+def _routers(chunks: Sequence[PolicyModel]) -> list[Router]:
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
+
+
+def _weights_of(model: ModelConfig, seed: int) -> NamedTensors:
+    """Those of a folder; those of a model from scratch are drawn whole, by every rank, as the torch backend draws them."""
+    match model:
+        case PretrainedModel():
+            return TensorFiles(Path(model.path))
+        case ScratchModel():
+            return TensorsInMemory(
+                dict(as_checkpoint((n, p.detach()) for n, p in build_model(model, seed).named_parameters()))
+            )

@@ -1,0 +1,138 @@
+"""Megatron's distributed optimizer: every rank moves some numbers of each parameter, and has the state of those alone."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor, nn
+
+from roll_core.config.training.training import OptimizerConfig, Precision
+from roll_core.training.megatron.model import PolicyModel
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Held:
+    """The numbers `start` to `stop` of a parameter, which this rank moves, and what the optimizer remembers of them."""
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    main: Tensor
+    """In float32; the parameter's own memory, if that is."""
+    state: dict[str, Any]
+
+    def value(self, name: str) -> Tensor:
+        return self.main.data if name == "main" else self.state[name]
+
+
+def wrap(chunks: Sequence[PolicyModel]) -> list[DistributedDataParallel]:
+    """Chunks whose gradients are kept in float32 and summed over the copies of the model, once an optimizer step."""
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    return [
+        DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
+
+
+class DistributedAdam:
+    """AdamW over the wrapped chunks of this rank."""
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel], config: OptimizerConfig, precision: Precision):
+        self._chunks = list(chunks)
+        self._most = config.max_gradient_norm
+        self._is_reduced = False
+        self.moves = 0
+        is_bfloat16 = precision is Precision.BFLOAT16
+        settings = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.epsilon,
+            clip_grad=config.max_gradient_norm,
+            bf16=is_bfloat16,
+            params_dtype=torch.bfloat16 if is_bfloat16 else torch.float32,
+            use_distributed_optimizer=True,
+        )
+        # No overrides: weights of norms decay, too, as in the torch backend.
+        self._optimizer = get_megatron_optimizer(settings, self._chunks, config_overrides={}, use_gloo_process_groups=False)
+        self._begin_state()
+        self.discard()
+
+    def reduce(self) -> None:
+        """Sum gradients over ranks, if that was not done since the last step: this rank has those that it moves."""
+        if not self._is_reduced:
+            finalize_model_grads(self._chunks)
+            self._is_reduced = True
+
+    def step(self, rate: float) -> float:
+        """Move by the clipped gradients, if they are finite; their norm before."""
+        self.reduce()
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        if math.isfinite(norm):
+            for each in self._optimizer.chained_optimizers:
+                if parameters := each.get_parameters():
+                    clip_grad_by_total_norm_fp32(parameters, max_norm=self._most, total_norm=norm)
+            self._optimizer.step_with_ready_grads()
+            self.moves += 1
+        self.discard()
+        return norm
+
+    def discard(self) -> None:
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        self._is_reduced = False
+
+    def gather_gradients(self) -> None:
+        """Have all of every gradient here, for looking at them: each rank has those that it moves."""
+        self.reduce()
+        for chunk in self._chunks:
+            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+                group = buffer.data_parallel_group
+                for bucket in buffer.buckets:
+                    mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                    dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+
+    @property
+    def gradient_buffers(self) -> list[Tensor]:
+        """All zero between two steps."""
+        return [buffer.grad_data for chunk in self._chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+
+    def held(self) -> Iterator[Held]:
+        for each in self._optimizer.chained_optimizers:
+            for parameter, (group, order) in each.model_param_group_index_map.items():
+                main = each.optimizer.param_groups[group]["params"][order]
+                place = each._get_model_param_range_map(parameter)["param"]
+                yield Held(parameter, place.start, place.end, main, each.optimizer.state[main])
+
+    def follow_parameters(self) -> None:
+        """Parameters were set: move on from there."""
+        self._optimizer.reload_model_params()
+
+    def set_moves(self, moves: int) -> None:
+        """Adam counts them to know how far its averages are from their beginning."""
+        self.moves = moves
+        for held in self.held():
+            held.state["step"].fill_(moves)
+
+    def _begin_state(self) -> None:
+        """From the beginning, so that it can be saved and loaded before the first step."""
+        for each in self._optimizer.chained_optimizers:
+            for group in each.optimizer.param_groups:
+                for main in group["params"]:
+                    zeros = {name: torch.zeros_like(main.data) for name in MOMENTS}
+                    each.optimizer.state[main].update(step=torch.tensor(0.0), **zeros)

@@ -1,0 +1,47 @@
+"""The ranks of Megatron: which groups of them share what, by a layout. Megatron keeps them for the whole process, so that
+one layout is in force at a time."""
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from roll_core.config.training.layout import LayoutConfig
+from roll_core.training.base import Share
+
+_in_force: list[LayoutConfig] = []
+
+
+def adopt_layout(layout: LayoutConfig, device: torch.device, seed: int) -> None:
+    """Form the groups of a layout, unless they are there. A process that has met nobody is a world of its own."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if _in_force == [layout] and parallel_state.model_parallel_is_initialized():
+        return
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        layout.tensor,
+        layout.pipeline,
+        layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    _in_force[:] = [layout]
+
+
+def share_of(layout: LayoutConfig) -> Share:
+    """Ranks that hold a copy of the model work on the same micro-batches; the last stage knows the loss."""
+    is_first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+    return Share(
+        index=parallel_state.get_data_parallel_rank(),
+        count=parallel_state.get_data_parallel_world_size(),
+        speaks=is_first and on_last_stage(),
+        row_multiple=layout.tensor * layout.context,
+    )
+
+
+def on_last_stage() -> bool:
+    return parallel_state.get_pipeline_model_parallel_rank() == parallel_state.get_pipeline_model_parallel_world_size() - 1

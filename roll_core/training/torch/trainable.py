@@ -1,0 +1,206 @@
+"""What the torch policy and the torch critic have in common: a module in one process or sharded over ranks with FSDP2, its
+optimizer, its checkpoints, and the sums its losses report.
+
+With several ranks the caller has initialised torch.distributed (gloo on CPU, NCCL on GPU). Losses carry global
+denominators, so gradients are summed over ranks, never averaged.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from roll_core.algorithms.inputs import LossOutputs
+from roll_core.config.model import ModelConfig
+from roll_core.config.training.lora import LoraConfig
+from roll_core.config.training.training import OptimizerConfig, Precision, TrainingConfig
+from roll_core.models.causal_lm import build_model
+from roll_core.training.base import Snapshot
+from roll_core.training.checkpoint_files import written_files
+from roll_core.training.schedule import learning_rate_at
+from roll_core.training.snapshot import HostCopy
+from roll_core.training.torch.lora import adapt
+from roll_core.training.torch.offload import Residence, lay_flat
+from roll_core.types.manifest import Metrics
+
+
+@dataclass(frozen=True)
+class TorchSettings:
+    """What a torch module is built by, wherever it is used."""
+
+    training: TrainingConfig
+    seed: int
+    temperature: float
+    device: torch.device
+
+    def build_model(self, model: ModelConfig, lora: LoraConfig | None = None) -> PreTrainedModel:
+        built = build_model(model, self.seed)
+        if lora is not None:
+            adapt(built, lora, self.seed)
+        if world_size() == 1:  # of several, each gets its part when it is sharded, layer by layer
+            lay_flat(built, self.device)
+        if self.training.activation_checkpointing:
+            built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            built.train()
+        if self.training.compile:
+            for layer in built.base_model.layers:
+                layer.compile(dynamic=True)  # one by one: they are alike, and are compiled once
+        return built
+
+    def shard(self, module: nn.Module, layers: Iterable[nn.Module]) -> None:
+        """Over all ranks, layer by layer; in place, and nothing where there is one rank."""
+        if world_size() == 1:
+            return
+        bfloat16 = self.training.precision is Precision.BFLOAT16
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if bfloat16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        ranks = init_device_mesh(self.device.type, (world_size(),))
+        for each in [*layers, module]:
+            fully_shard(each, mesh=ranks, mp_policy=policy)
+
+    def arithmetic(self) -> contextlib.AbstractContextManager[None]:
+        if self.training.precision is Precision.BFLOAT16 and world_size() == 1:
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return contextlib.nullcontext()
+
+
+class TorchTrained:
+    """`area` is the first word of its metrics' names: update, critic."""
+
+    def __init__(self, module: nn.Module, settings: TorchSettings, area: str):
+        self._module = module
+        self._settings = settings
+        self._area = area
+        self._sums: dict[str, Tensor] = {}
+        self._host_copy = HostCopy()
+        self._residence = Residence(settings.device)
+        self._writers = dist.new_group(backend="gloo") if world_size() > 1 else None
+
+    def start_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
+        self._optimizer_config = config
+        self._total_steps = total_steps
+        self._step = 0
+        self._optimizer = torch.optim.AdamW(
+            [parameter for parameter in self._module.parameters() if parameter.requires_grad],
+            lr=config.learning_rate,
+            betas=(config.beta1, config.beta2),
+            eps=config.epsilon,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+
+    def apply_gradients(self) -> Metrics:
+        rate = learning_rate_at(self._step, self._optimizer_config, self._total_steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        parameters, most = self._module.parameters(), self._optimizer_config.max_gradient_norm
+        norm = whole(torch.nn.utils.clip_grad_norm_(parameters, most)).item()
+        if math.isfinite(norm):
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._step += 1
+        steps = {"gradient_norm": norm, "learning_rate": rate, "skipped_steps": float(not math.isfinite(norm))}
+        return self._drain_sums() | {f"{self._area}/{name}": value for name, value in steps.items()}
+
+    def discard_gradients(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        self._sums = {}
+
+    def offload(self) -> None:
+        self._residence.offload(self._modules(), self._optimizer)
+
+    def reload(self) -> None:
+        self._residence.reload(self._modules(), self._optimizer)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Full gradients accumulated so far: for tests and for debugging a run."""
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad:
+                assert parameter.grad is not None, f"{name} has no gradient"
+                yield name, whole(parameter.grad)
+
+    def snapshot(self) -> Snapshot:
+        if not self._optimizer.state:
+            self._begin_optimizer_state()
+        model_state, optimizer_state = get_state_dict(self._module, self._optimizer)
+        state = self._host_copy.of({"model": model_state, "optimizer": optimizer_state, "step": self._step})
+
+        def write(folder: Path) -> list[Path]:
+            # Their own group: the ranks go on training, and the order of collectives within a group must be the same.
+            dcp.save(state, checkpoint_id=folder, no_dist=world_size() == 1, process_group=self._writers)
+            return written_files(folder)
+
+        return write
+
+    def load(self, folder: Path) -> None:
+        model_state, optimizer_state = get_state_dict(self._module, self._optimizer)
+        state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "step": 0}
+        dcp.load(state, checkpoint_id=folder, no_dist=world_size() == 1)
+        set_state_dict(self._module, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self._step = int(state["step"])
+
+    def _begin_optimizer_state(self) -> None:
+        """What it is before the first step. torch makes it by a step of no length, which must not be counted."""
+        get_state_dict(self._module, self._optimizer)
+        for state in self._optimizer.state.values():
+            state["step"].zero_()
+
+    def _modules(self) -> list[nn.Module]:
+        """All that takes memory of the device."""
+        return [self._module]
+
+    def _backward(self, outputs: LossOutputs, num_tokens: int) -> None:
+        # FSDP averages gradients over ranks; the global denominators already make their sum the right answer.
+        (outputs.loss * world_size()).backward()
+        self._add("loss", outputs.loss.detach())
+        self._add("scored_tokens", torch.tensor(float(num_tokens), device=self._settings.device))
+        for name, value in outputs.metric_sums.items():
+            self._add(name, value.detach())
+
+    def _add(self, name: str, value: Tensor) -> None:
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def _drain_sums(self) -> Metrics:
+        """Sums of this step over all ranks; per-token sums become means over the tokens scored, if there were any."""
+        names = sorted(self._sums)
+        totals = torch.stack([self._sums[name].double() for name in names])
+        if world_size() > 1:
+            dist.all_reduce(totals)
+        self._sums = {}
+        sums = dict(zip(names, totals.tolist(), strict=True))
+        loss, tokens = sums.pop("loss"), sums.pop("scored_tokens")
+        means = {name: value / tokens for name, value in sums.items()} if tokens else {}
+        return means | {f"{self._area}/loss": loss}
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def over_ranks(values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """The values of all ranks together, on the CPU."""
+    if world_size() > 1:
+        values = values.cpu()
+        dist.all_reduce(values, operation)
+    return values.cpu()
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
