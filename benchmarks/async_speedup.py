@@ -35,14 +35,14 @@ from pathlib import Path
 from roll_core.config.inference import RehearsalInference
 from roll_core.config.load import validate_config
 from roll_core.config.run import RunConfig
-from roll_core.inference.rehearsal_engine import course_of
+from roll_core.inference.rehearsal_engine import plan_generation
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.roles.fleet import Fleet
 from roll_core.roles.scheduler_role import RemoteEngine, RemoteGrader, SchedulerRole
 from roll_core.rollout.router import EngineClient
 from roll_core.seeds import derive_seed
 from roll_core.simulation.machines import Cost, EngineModel, GraderModel, TrainerModel
-from roll_core.simulation.simulator import Models, simulate
+from roll_core.simulation.simulator import MachineModels, simulate
 from roll_core.simulation.workload import Demand
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.runs import open_run
@@ -118,7 +118,7 @@ def config_of(tail: str, way: Way, iterations: int, folder: Path) -> RunConfig:
 # -------------------------------------------------------------------------------------------------- batch-synchronous
 def turns_of(latency: RehearsalInference, request: GenerationRequest) -> list[float]:
     """Seconds of each turn of an attempt, its environment included; of what has no environment, of all of it."""
-    arrivals_T = course_of(latency, request).arrivals_T
+    arrivals_T = plan_generation(latency, request).arrivals_T
     turns = latency.environment.turns if latency.environment else 0
     ends = [float(arrivals_T[(turn + 1) * len(arrivals_T) // (turns + 1)]) for turn in range(turns)]
     return [end - begin for begin, end in pairwise([0.0, *ends, float(arrivals_T[-1])])]
@@ -286,7 +286,7 @@ class Rehearsed:
     def demand(self, problem: int, number: int) -> Demand:
         latency = self.config.inference
         assert isinstance(latency, RehearsalInference)
-        arrivals_T = course_of(latency, rehearsed_request(self.config, problem, number)).arrivals_T
+        arrivals_T = plan_generation(latency, rehearsed_request(self.config, problem, number)).arrivals_T
         generating = latency.seconds_to_first_token + latency.seconds_per_token * len(arrivals_T)
         return Demand(len(arrivals_T), float(arrivals_T[-1]) - generating)
 
@@ -309,7 +309,7 @@ def bound(measured: Measured) -> float:
     )
     if measured.way.batch_synchronous:  # of a filter's rounds only the first
         return trainer.prepare.seconds + trainer.update.seconds + trainer.publish_seconds + longest(measured)
-    models = Models(EngineModel(latency.seconds_to_first_token, latency.seconds_per_token), GraderModel((0.0,)), trainer)
+    models = MachineModels(EngineModel(latency.seconds_to_first_token, latency.seconds_per_token), GraderModel((0.0,)), trainer)
     predicted = simulate(config, models, work, config.iterations)
     return statistics.fmean(predicted.iteration_seconds[WARM_UP:])
 

@@ -30,7 +30,7 @@ from roll_core.config.algorithm.methods import Grpo
 from roll_core.config.inference import VllmInference
 from roll_core.config.model import ScratchModel
 from roll_core.config.problems import ArithmeticProblems, ExactMatch
-from roll_core.config.rollout import InFlight
+from roll_core.config.rollout import InFlightPolicy
 from roll_core.config.run import RunConfig
 from roll_core.config.training.training import OptimizerConfig, Packing, Precision, TrainingConfig
 from roll_core.inference.base import InferenceEngine
@@ -157,7 +157,7 @@ async def sync(
 
     async def make_way() -> None:
         with stages.of("make way"):
-            await engine.begin_update(InFlight.FINISH)
+            await engine.begin_update(InFlightPolicy.FINISH)
 
     with stages.of("whole"):
         (bucket, check), _ = await asyncio.gather(asyncio.to_thread(share), make_way())

@@ -18,7 +18,7 @@ import torch
 from roll_runs import FinishedRun
 from torch import Tensor
 
-from roll_core.config.rollout import InFlight
+from roll_core.config.rollout import InFlightPolicy
 from roll_core.config.run import RunConfig
 from roll_core.inference.base import WeightsUpdate, adopt
 from roll_core.inference.torch_engine import TorchEngine
@@ -73,7 +73,7 @@ def held_out_accuracy(config: RunConfig, weights: Weights) -> float:
 
 async def _held_out_accuracy(config: RunConfig, weights: Weights) -> float:
     engine = _open_engine(config)
-    await adopt(engine, WeightsUpdate(0, weights.items()), InFlight.FINISH)
+    await adopt(engine, WeightsUpdate(0, weights.items()), InFlightPolicy.FINISH)
     scheduler = _open_scheduler(config, engine)
     return metrics.accuracy(await scheduler.evaluate(config.evaluation.num_problems, config.deadlines.evaluate))
 
@@ -121,7 +121,7 @@ class _Loop:
 
     async def publish(self, version: int) -> None:
         await self.engine.sleep()
-        await adopt(self.engine, WeightsUpdate(version, self.learner.weights()), InFlight.FINISH)
+        await adopt(self.engine, WeightsUpdate(version, self.learner.weights()), InFlightPolicy.FINISH)
 
 
 def _open_engine(config: RunConfig) -> TorchEngine:

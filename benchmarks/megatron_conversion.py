@@ -23,8 +23,8 @@ from roll_core.config.training.layout import LayoutConfig
 from roll_core.config.training.training import TrainingConfig
 from roll_core.models.checkpoint_names import as_checkpoint
 from roll_core.models.megatron_names import MegatronNames
-from roll_core.models.tensor_files import TensorFiles, Turn, write_tensors
-from roll_core.weights.shards import Gathering, fill
+from roll_core.models.tensor_files import TensorFiles, WriterRank, write_tensors
+from roll_core.weights.shards import TensorGatherer, fill
 
 SIZES = {"vocab_size": 32_000, "num_attention_heads": 16, "num_key_value_heads": 4, "num_hidden_layers": 16}
 MODELS = {
@@ -83,8 +83,8 @@ def convert(rank: int, num_ranks: int, layout: LayoutConfig, folder: Path, shard
         with peak_memory(peaks, "read"):
             fill(shards, names, TensorFiles(folder / "before"))
         with peak_memory(peaks, "written"):
-            weights = Gathering(shards, names, bucket_bytes=shard_bytes // 8).tensors(lambda each: each.data, torch.float32)
-            write_tensors(weights, folder / "after", shard_bytes, Turn(rank, num_ranks))
+            weights = TensorGatherer(shards, names, bucket_bytes=shard_bytes // 8).tensors(lambda each: each.data, torch.float32)
+            write_tensors(weights, folder / "after", shard_bytes, WriterRank(rank, num_ranks))
         (folder / f"peaks-{rank}.json").write_text(json.dumps(peaks))
         dist.destroy_process_group()
 

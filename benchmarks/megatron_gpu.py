@@ -25,7 +25,7 @@ from roll_core.config.algorithm.methods import Grpo
 from roll_core.config.model import PretrainedModel
 from roll_core.config.operations.placement import ClusterConfig, DeviceKind
 from roll_core.config.run import RunConfig
-from roll_core.config.training.training import OptimizerConfig, Packing, Precision, TrainingBackend, TrainingConfig
+from roll_core.config.training.training import OptimizerConfig, Packing, Precision, BackendKind, TrainingConfig
 from roll_core.planning.memory import TrainerMemory, trainer_memory
 from roll_core.planning.model_shape import shape_of
 from roll_core.training.megatron.backend import Initial, MegatronBackend, MegatronSettings
@@ -131,7 +131,7 @@ def work(config: PretrainedConfig, sequences: int, length: int, training: Traini
 
 def measure(options: argparse.Namespace, config: PretrainedConfig, model: PretrainedModel) -> None:
     training = TrainingConfig(
-        backend=TrainingBackend.MEGATRON,
+        backend=BackendKind.MEGATRON,
         precision=Precision.BFLOAT16,
         micro_batch_tokens=options.micro_batch_tokens,
         activation_checkpointing=options.recompute,

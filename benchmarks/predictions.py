@@ -15,7 +15,7 @@ from roll_runs import FinishedRun, machine_load, run_config
 from roll_core.config.run import RunConfig
 from roll_core.simulation.fitting import fit_models
 from roll_core.simulation.recorded import RecordedRun, read_recorded
-from roll_core.simulation.simulator import Models, simulate
+from roll_core.simulation.simulator import MachineModels, simulate
 from roll_core.simulation.workload import recorded_workload
 
 REHEARSAL = Path(__file__).resolve().parents[1] / "configs" / "runs" / "rehearsal.yaml"
@@ -31,7 +31,7 @@ def recorded(folder: Path, overrides: list[str]) -> RecordedRun:
     return read_recorded(finished.store, finished.chain[-1].run_id)
 
 
-def predict(config: RunConfig, models: Models, from_run: RecordedRun) -> float:
+def predict(config: RunConfig, models: MachineModels, from_run: RecordedRun) -> float:
     workload = recorded_workload(trace for traces in from_run.traces for trace in traces)
     return simulate(config, models, workload, len(from_run.timings)).seconds_per_iteration
 

@@ -17,7 +17,7 @@ from roll_core.batching.micro_batch import GlobalCounts, build_micro_batches
 from roll_core.batching.packing import PackingLimits
 from roll_core.batching.token_data import untaught
 from roll_core.config.model import Architecture, ScratchModel
-from roll_core.config.rollout import InFlight
+from roll_core.config.rollout import InFlightPolicy
 from roll_core.config.training.experts import ExpertsConfig
 from roll_core.config.training.training import Packing, TrainingConfig
 from roll_core.inference.base import WeightsUpdate, adopt
@@ -59,7 +59,7 @@ async def sampled(model: ScratchModel, sampler: Sampler, count: int) -> tuple[li
     for name, parameter in as_checkpoint((n, p.detach()) for n, p in build_model(model, 0).named_parameters()):
         noise = sampler.noise * model.init_std if name.endswith("mlp.gate.weight") else 0.0
         weights[name] = parameter + noise * torch.randn(parameter.shape, generator=generator)
-    await adopt(engine, WeightsUpdate(0, weights.items()), InFlight.FINISH)
+    await adopt(engine, WeightsUpdate(0, weights.items()), InFlightPolicy.FINISH)
     requests = [GenerationRequest(str(i), PROMPT, NEW_TOKENS, 1.0, NO_STOP, seed=i) for i in range(count)]
     completions = await asyncio.gather(*(engine.generate(request) for request in requests))
     trained = (False,) * len(PROMPT) + (True,) * NEW_TOKENS

@@ -26,7 +26,7 @@ from roll_core.config.rollout import RolloutConfig
 from roll_core.config.run import RunConfig
 from roll_core.inference.requests import GenerationRequest
 from roll_core.roles.engine_role import EngineRole
-from roll_core.roles.ray_weights import Bucketed
+from roll_core.roles.ray_weights import RayWeights
 
 PROMPT_TOKENS = 16
 POSITIONS = 256
@@ -104,7 +104,7 @@ def _close_engine(actor: Any) -> float:
     return largest_gib()
 
 
-def _weights(config: RunConfig) -> Bucketed:
+def _weights(config: RunConfig) -> RayWeights:
     from roll_core.models.causal_lm import build_model
     from roll_core.models.checkpoint_names import as_checkpoint
     from roll_core.weights.buckets import pack
@@ -112,7 +112,7 @@ def _weights(config: RunConfig) -> Bucketed:
 
     watch = Watch(1)
     buckets = tuple(ray.put(b) for b in pack(watch.over(as_checkpoint(build_model(config.model, 0).named_parameters()))))
-    return Bucketed(1, buckets, ray.put(watch.check), "")
+    return RayWeights(1, buckets, ray.put(watch.check), "")
 
 
 async def measure(config: RunConfig, sequences: int, new_tokens: int, rounds: int) -> list[Seen]:

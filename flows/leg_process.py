@@ -11,11 +11,11 @@ from typing import Any
 from flows.prefect_server import own_api
 from roll_core.reporting.stage_log import StageLog
 from roll_core.store.records.runs import read_config
-from roll_core.types.leg import LegEnded, LegPlace
+from roll_core.types.leg import LegEnded, LegAllocation
 from roll_core.types.refs import RunRef
 
 
-def run_train_leg(run: RunRef, leg: int, context: dict[str, Any] | None, place: LegPlace) -> LegEnded:
+def run_train_leg(run: RunRef, leg: int, context: dict[str, Any] | None, place: LegAllocation) -> LegEnded:
     """The flow, as a child of the flow that launched it, or by a Prefect server of its own where that one is not reached."""
     if context is None:
         with _own_server(run, leg, place) as wait_for_server:
@@ -33,7 +33,7 @@ def run_train_leg(run: RunRef, leg: int, context: dict[str, Any] | None, place: 
 
 
 @contextlib.contextmanager
-def _own_server(run: RunRef, leg: int, place: LegPlace) -> Iterator[Callable[[], None]]:
+def _own_server(run: RunRef, leg: int, place: LegAllocation) -> Iterator[Callable[[], None]]:
     assert place.scratch is not None, "a leg on this machine reaches the server of whoever launched it"
     work_dir = Path(read_config(run).work_dir)
     leg_dir, template = work_dir / run.run_id / f"leg-{leg}", work_dir / f"prefect-{version('prefect')}.db"

@@ -4,7 +4,7 @@ from prefect import flow, get_run_logger
 
 from flows.rlvr import rlvr
 from roll_core.config.load import load_config, load_nightly
-from roll_core.config.operations.nightly import Reference, Tolerances
+from roll_core.config.operations.nightly import ReferenceRun, Tolerances
 from roll_core.errors import RegressionFound, RollError, UserError
 from roll_core.reporting.regression import is_only_slower, sentence
 from roll_core.types.regression import Verdict
@@ -28,7 +28,7 @@ def nightly(config: str = "configs/nightly.yaml", overrides: list[str] | None = 
     return verdicts
 
 
-def examine(reference: Reference, tolerances: Tolerances, overrides: list[str]) -> Verdict:
+def examine(reference: ReferenceRun, tolerances: Tolerances, overrides: list[str]) -> Verdict:
     """A reference's verdict of tonight. One that is only slower is trained once more, and what is then found holds: a busy
     machine seldom is so twice, slower code always is."""
     verdict = train_and_judge(reference, tolerances, overrides)
@@ -38,7 +38,7 @@ def examine(reference: Reference, tolerances: Tolerances, overrides: list[str]) 
     return train_and_judge(reference, tolerances, overrides)
 
 
-def train_and_judge(reference: Reference, tolerances: Tolerances, overrides: list[str]) -> Verdict:
+def train_and_judge(reference: ReferenceRun, tolerances: Tolerances, overrides: list[str]) -> Verdict:
     settings = [WAIT_FOR_MLFLOW, *reference.overrides, *overrides]
     config = load_config(reference.config, settings)
     accepted = read_accepted(config)

@@ -11,7 +11,7 @@ from prefect.context import serialize_context
 
 from flows.leg_process import run_train_leg
 from flows.prefect_server import is_embedded
-from roll_core.config.operations.legs import LocalLauncher, SlurmLauncher
+from roll_core.config.operations.legs import LocalLauncherConfig, SlurmLauncherConfig
 from roll_core.config.operations.services import LegsConfig
 from roll_core.config.run import RunConfig
 from roll_core.errors import FailureClass, LegFailed
@@ -84,7 +84,7 @@ def should_follow(run: RunRef, ended: LegEnded, num_restarts: int) -> bool:
 def context_for_leg(config: RunConfig) -> dict[str, Any] | None:
     """By which a leg becomes a child of the flow that launches it; None if it cannot reach its server: an embedded one is on
     this machine and ends with the command, as a SLURM leg does not."""
-    unreachable = is_embedded() and isinstance(config.legs.launcher, SlurmLauncher)
+    unreachable = is_embedded() and isinstance(config.legs.launcher, SlurmLauncherConfig)
     return None if unreachable else serialize_context()
 
 
@@ -103,7 +103,7 @@ def reason_to_stop(endings: Sequence[LegEnded], legs: LegsConfig) -> str | None:
     if last.ending is LegEnding.CANCELLED:
         return f"{stopped}: the job of its leg was cancelled: {told}"
     if last.ending is LegEnding.FAILED and last.failure is FailureClass.DETERMINISTIC:
-        if isinstance(legs.launcher, SlurmLauncher):
+        if isinstance(legs.launcher, SlurmLauncherConfig):
             return f"{stopped}: another leg would fail in the same way: {told}"
         if len(stuck) > 1 and failed_alike(last, stuck[1]):
             return f"{stopped}: two legs in a row failed in the same way: {told}"
@@ -117,7 +117,7 @@ def reason_to_stop(endings: Sequence[LegEnded], legs: LegsConfig) -> str | None:
 def policy(ending: LegEnding, legs: LegsConfig) -> tuple[set[LegEnding], int, str]:
     """Endings that are counted together with this one, and how many legs in a row may end so at the same iteration."""
     interruptions = {LegEnding.PREEMPTED, LegEnding.NODE_FAIL}
-    if isinstance(legs.launcher, LocalLauncher):
+    if isinstance(legs.launcher, LocalLauncherConfig):
         interruptions.remove(LegEnding.NODE_FAIL)  # there is no other node
     match ending:
         case _ if ending in interruptions:

@@ -15,12 +15,12 @@ from roll_core.errors import ArtifactDamaged, RoleDied
 from roll_core.store.records.forks import lineage
 from roll_core.store.records.runs import read_chain, read_config, store_of
 from roll_core.tracking.spool import RunStatus
-from roll_core.types.leg import LegEnded, LegEnding, LegPlace
+from roll_core.types.leg import LegEnded, LegEnding, LegAllocation
 from roll_core.types.manifest import CollectRequest, Manifest, Updated
 from roll_core.types.refs import RunRef, record_digest
 from tasks.checkpoint import checkpoint, save, store_checkpoint
 from tasks.collect import collect
-from tasks.commit import Iteration, commit
+from tasks.commit import IterationReceipts, commit
 from tasks.evaluate import evaluate
 from tasks.export import store_export
 from tasks.legs import leg_failed
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 @flow(name="train_leg", flow_run_name="{run.run_id} leg {leg}")
-def train_leg(run: RunRef, leg: int, place: LegPlace) -> LegEnded:
+def train_leg(run: RunRef, leg: int, place: LegAllocation) -> LegEnded:
     """manifest(n+1) = iterate(manifest(n)), until the last, or until the leg's time is up."""
     with open_services(run, leg, place) as services:
         manifest = begin_or_recover(services)
@@ -75,7 +75,7 @@ def iterate(manifest: Manifest, services: Services) -> Manifest:
     published = publish(updated, services)
     evaluated = evaluate(updated, services) if is_due(updated, config.evaluation.every, config) else None
     saving = checkpoint(updated, published, services) if is_due(updated, config.checkpoint.every, config) else None
-    return commit(manifest, Iteration(prepared, critic_updated, updated, published, evaluated, saving), services)
+    return commit(manifest, IterationReceipts(prepared, critic_updated, updated, published, evaluated, saving), services)
 
 
 def begin_or_recover(services: Services) -> Manifest:
@@ -106,7 +106,7 @@ def begin(services: Services) -> Manifest:
     evaluated = evaluate(start, services)
     saving = checkpoint(start, published, services)
     store_checkpoint(services)
-    return commit(None, Iteration(None, None, start, published, evaluated, saving), services)
+    return commit(None, IterationReceipts(None, None, start, published, evaluated, saving), services)
 
 
 def next_request(manifest: Manifest, config: RunConfig) -> CollectRequest:
@@ -125,7 +125,7 @@ def is_due(updated: Updated, every: int, config: RunConfig) -> bool:
     return updated.iteration % every == 0 or updated.iteration == config.iterations
 
 
-def answer_of_leg(run: RunRef, leg: int, place: LegPlace) -> LegEnded:
+def answer_of_leg(run: RunRef, leg: int, place: LegAllocation) -> LegEnded:
     """How a leg ended, by the Prefect server that is set: the flow's answer; failures become one, too."""
     scratch = run_dir(run, read_config(run))
     if not any(manifest.run_id == run.run_id for manifest in read_chain(store_of(run), run.run_id)):
@@ -147,7 +147,7 @@ def answer_of_leg(run: RunRef, leg: int, place: LegPlace) -> LegEnded:
         leave_soon(exit_code=0)
 
 
-def train_on(run: RunRef, leg: int, place: LegPlace, stage_cache: Path) -> LegEnded:
+def train_on(run: RunRef, leg: int, place: LegAllocation, stage_cache: Path) -> LegEnded:
     """The flow; and again, with new roles, where one died in an allocation that has to be waited for and is still there.
 
     Whoever has committed nothing since the last time would not get further by that: the next leg may have other machines.

@@ -75,7 +75,7 @@ class NodeUnfit(RollError):
         return (type(self), (self.reasons,))
 
 
-class WeightsMismatch(RollError):
+class WrongWeights(RollError):
     """What an engine took over is not what the trainer published; it does not serve."""
 
 
@@ -85,7 +85,7 @@ class BroadcastBroken(RollError):
     failure = FailureClass.TRANSIENT
 
 
-class SamplerDisagrees(RollError):
+class SamplerMismatch(RollError):
     """Engines and trainer differ about tokens of the same weights, beyond training.agreement; the policy did not move."""
 
 

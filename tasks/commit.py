@@ -24,7 +24,7 @@ from tasks.tracking import track
 
 
 @dataclass(frozen=True)
-class Iteration:
+class IterationReceipts:
     """The receipts of one iteration's stages; None for a stage that was not due. Iteration 0 collects nothing."""
 
     prepared: Prepared | None
@@ -48,7 +48,7 @@ class Iteration:
 
 
 @state_changing("commit {iteration.updated.iteration}")
-def commit(parent: Manifest | None, iteration: Iteration, services: Services) -> Manifest:
+def commit(parent: Manifest | None, iteration: IterationReceipts, services: Services) -> Manifest:
     collected = iteration.prepared.collected if iteration.prepared else None
     timings = {stage: receipt.seconds for stage, receipt in iteration.by_stage().items()}
     timings["wall"] = time.monotonic() - services.last_commit_at
@@ -80,7 +80,7 @@ def commit(parent: Manifest | None, iteration: Iteration, services: Services) ->
     return manifest
 
 
-def _metrics(iteration: Iteration, timings: dict[str, float]) -> Metrics:
+def _metrics(iteration: IterationReceipts, timings: dict[str, float]) -> Metrics:
     metrics: Metrics = {}
     for receipt in iteration.by_stage().values():
         metrics |= receipt.metrics

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from infra.slurm import slurm
 from infra.slurm.launcher import LegRequest
-from roll_core.config.operations.legs import SlurmLauncher
+from roll_core.config.operations.legs import SlurmLauncherConfig
 from roll_core.config.operations.placement import DeviceKind
 from roll_core.config.run import RunConfig
 from roll_core.errors import UserError
@@ -38,7 +38,7 @@ def leg_request(run: RunRef, config: RunConfig, leg: int, exclude: tuple[str, ..
 
 def sbatch_script(config: RunConfig, config_path: str, overrides: list[str]) -> str:
     """A script for sbatch that carries a run of a config without a flow, leg after leg, by `run_leg_here`."""
-    if not isinstance(config.legs.launcher, SlurmLauncher):
+    if not isinstance(config.legs.launcher, SlurmLauncherConfig):
         raise UserError("legs.launcher.kind must be slurm: extend a file of configs/clusters/ that says so, or --set it")
     run = RunRef(run_id=config.name, store_uri=config.store.uri, config_digest="")
     request = replace(leg_request(run, config, leg=0), name=config.name, folder=Path.cwd())

@@ -24,7 +24,7 @@ from roll_core.store.records.nodes import NodeFailure, excluded_nodes, note_fail
 from roll_core.store.records.runs import read_chain, read_config, store_of
 from roll_core.tracking.spool import RunStatus
 from roll_core.tracking.tracker import Tracker
-from roll_core.types.leg import LegEnded, LegEnding, LegPlace
+from roll_core.types.leg import LegEnded, LegEnding, LegAllocation
 from roll_core.types.refs import RunRef
 from tasks.durability import state_changing
 from tasks.leg_requests import ELASTIC, LEG, job_prefix, leg_request
@@ -37,7 +37,7 @@ TAKE_DOWN_S = 90.0
 CHAINED = slurm.CHAINED
 """Exit code of `roll leg` after which its script goes on with the next."""
 
-LegFunction = Callable[[RunRef, int, dict[str, Any] | None, LegPlace], LegEnded]
+LegFunction = Callable[[RunRef, int, dict[str, Any] | None, LegAllocation], LegEnded]
 """With the context of the flow that launches it; null if its Prefect server cannot be reached from the leg."""
 ContextFor = Callable[[RunConfig], dict[str, Any] | None]
 
@@ -74,9 +74,9 @@ def run_leg(run: RunRef, leg: int, function: LegFunction, context_for: ContextFo
 
 def launcher_of(config: RunConfig) -> Launcher:
     match config.legs.launcher:
-        case launchers.LocalLauncher():
+        case launchers.LocalLauncherConfig():
             return LocalLauncher()
-        case launchers.SlurmLauncher() as section:
+        case launchers.SlurmLauncherConfig() as section:
             return slurm.SlurmLauncher(section)
 
 
@@ -94,7 +94,7 @@ def elastic_nodes_go(run: RunRef) -> Iterator[None]:
 def elastic_jobs(run: RunRef, config: RunConfig) -> ElasticJobs | None:
     """What a leg has in the queue beside itself; None where it wants nothing."""
     elastic, launcher = config.legs.elastic, config.legs.launcher
-    if elastic is None or not isinstance(launcher, launchers.SlurmLauncher):
+    if elastic is None or not isinstance(launcher, launchers.SlurmLauncherConfig):
         return None
     folder = run_dir(run, config)
     each = replace(
@@ -139,7 +139,7 @@ def join_leg_here(config: RunConfig, run_id: str) -> None:
 
 def _node_of(config: RunConfig, run_id: str) -> tuple[NodeShape, Path]:
     """What each node of a leg offers, and where they meet: a place that does not depend on which leg it is."""
-    assert isinstance(config.legs.launcher, launchers.SlurmLauncher)
+    assert isinstance(config.legs.launcher, launchers.SlurmLauncherConfig)
     if (given := int(os.environ["SLURM_JOB_NUM_NODES"])) != config.cluster.nodes:
         raise UserError(f"cluster.nodes ({config.cluster.nodes}) is not what this job has ({given}): sbatch --nodes=...")
     run = RunRef(run_id=run_id, store_uri=config.store.uri, config_digest="")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from prefect.artifacts import create_markdown_artifact
 
-from roll_core.config.operations.nightly import Reference, Tolerances
+from roll_core.config.operations.nightly import ReferenceRun, Tolerances
 from roll_core.config.run import RunConfig
 from roll_core.reporting.regression import judge, markdown, measure
 from roll_core.store.object_store import ObjectStore
@@ -32,7 +32,7 @@ def read_accepted(config: RunConfig) -> list[Measured]:
 
 @state_changing("judge {run_id}")
 def judge_run(
-    run_id: str, config: RunConfig, accepted: list[Measured], reference: Reference, tolerances: Tolerances
+    run_id: str, config: RunConfig, accepted: list[Measured], reference: ReferenceRun, tolerances: Tolerances
 ) -> Verdict:
     """Measure a finished run, compare it, and keep or reject it as one to compare later runs with."""
     store, baselines = ObjectStore(config.store.uri, config.store.retry_seconds), open_baselines(config)

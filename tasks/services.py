@@ -18,7 +18,7 @@ from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.nodes import NodeFailure, note_failure
 from roll_core.store.records.runs import read_config, store_of
 from roll_core.tracking.tracker import MACHINE_TAG, VERSIONS_TAG, Tracker
-from roll_core.types.leg import LegPlace
+from roll_core.types.leg import LegAllocation
 from roll_core.types.refs import RunRef
 from tasks.leg_time import LegTime
 
@@ -55,7 +55,7 @@ class Services:
 
 
 @contextlib.contextmanager
-def open_services(run: RunRef, leg: int, place: LegPlace) -> Iterator[Services]:
+def open_services(run: RunRef, leg: int, place: LegAllocation) -> Iterator[Services]:
     """Everything a leg needs, started; gone again when it ends, however it ends."""
     from roll_core.roles.fleet import Fleet
     from roll_core.roles.process import settle
@@ -74,7 +74,7 @@ def open_services(run: RunRef, leg: int, place: LegPlace) -> Iterator[Services]:
         yield Services(run, config, leg, store_of(run), fleet, tracker, stage_log, leg_time)
 
 
-def _ray_address(place: LegPlace, stage_log: StageLog) -> str | None:
+def _ray_address(place: LegAllocation, stage_log: StageLog) -> str | None:
     if place.ray_address is None:
         return None
     with stage_log.stage(RAY):

@@ -3,7 +3,7 @@
 import logging
 
 from roll_core.config.training.experts import ExpertsConfig
-from roll_core.config.training.mismatch import AgreementConfig
+from roll_core.config.training.mismatch import MismatchConfig
 from roll_core.types.manifest import Prepared, Receipt, Updated
 from tasks.durability import state_changing
 from tasks.services import Services
@@ -29,7 +29,7 @@ def warm_start(services: Services) -> Updated:
     return Updated(iteration=0, weights_version=0, metrics=services.fleet.warm_start())
 
 
-def say_if_sampler_disagrees(updated: Updated, limits: AgreementConfig | None) -> None:
+def say_if_sampler_disagrees(updated: Updated, limits: MismatchConfig | None) -> None:
     """One sentence for an iteration that was trained on beyond the limits."""
     complaint = limits.complaint(updated.metrics) if limits is not None else None
     if limits is not None and complaint is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from roll_core.batching.demonstrations import as_sample
-from roll_core.config.rollout import InFlight
+from roll_core.config.rollout import InFlightPolicy
 from roll_core.config.run import RunConfig
 from roll_core.config.training.training import WarmStartConfig
 from roll_core.data.problem_source import build_source
@@ -47,7 +47,7 @@ class InProcess:
         engine = TorchEngine(config.model, seed=0, num_slots=64, device=torch.device("cpu"), dtype=self._engine_dtype)
         if config.training.routing.replay:
             engine.record_experts()
-        await adopt(engine, WeightsUpdate(iteration - 1, self.learner.weights()), InFlight.FINISH)
+        await adopt(engine, WeightsUpdate(iteration - 1, self.learner.weights()), InFlightPolicy.FINISH)
         scheduler = scheduler_in_process(config, engine, RewardRole(config))
         groups = config.rollout.num_groups
         request = CollectRequest(

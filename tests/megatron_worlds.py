@@ -26,7 +26,7 @@ from roll_core.config.algorithm.shaping import KlEstimator
 from roll_core.config.model import Architecture, ScratchModel
 from roll_core.config.training.experts import ExpertsConfig
 from roll_core.config.training.layout import LayoutConfig
-from roll_core.config.training.training import OptimizerConfig, Packing, TrainingBackend, TrainingConfig
+from roll_core.config.training.training import OptimizerConfig, Packing, BackendKind, TrainingConfig
 from roll_core.models.checkpoint_names import as_checkpoint
 from roll_core.training.base import Policy, Share
 from roll_core.training.megatron.backend import MegatronBackend, MegatronSettings
@@ -77,7 +77,7 @@ class Case:
 
     def training(self, layout: LayoutConfig) -> TrainingConfig:
         return TrainingConfig(
-            backend=TrainingBackend.MEGATRON,
+            backend=BackendKind.MEGATRON,
             layout=layout,
             activation_checkpointing=self.recomputes,
             logprob_chunk_tokens=7,

@@ -317,7 +317,7 @@ def _place(text: str) -> tuple[str, int]:
 
 def plan_command(options: argparse.Namespace) -> int:
     from roll_core.config.load import load_config
-    from roll_core.config.operations.legs import SlurmLauncher
+    from roll_core.config.operations.legs import SlurmLauncherConfig
     from roll_core.planning.plan import describe_plan
     from roll_core.planning.preflight import check_experts, check_layout, check_room, check_targets
 
@@ -328,7 +328,7 @@ def plan_command(options: argparse.Namespace) -> int:
     check_room(config)
     for section in describe_plan(config):
         _print_section(section)
-    if isinstance(config.legs.launcher, SlurmLauncher):
+    if isinstance(config.legs.launcher, SlurmLauncherConfig):
         print("script of a leg: roll sbatch")
         return sbatch_command(options)
     return 0
@@ -441,7 +441,7 @@ def show_command(options: argparse.Namespace) -> int:
 
     from flows.cli.progress_view import HEADER, iteration_row
     from roll_core.config.load import absolute_uri
-    from roll_core.config.operations.legs import SlurmLauncher
+    from roll_core.config.operations.legs import SlurmLauncherConfig
     from roll_core.data.ledger import totals
     from roll_core.reporting.goodput import commits_in_chain, engines_over_time, leg_histories, leg_rows
     from roll_core.reporting.stage_log import read_stages_by_leg
@@ -469,7 +469,7 @@ def show_command(options: argparse.Namespace) -> int:
         console.print(f"engines  {engines_over_time(chain)}", highlight=False, soft_wrap=True)
     if drawn := totals(chain):
         console.print(f"problems {drawn}", highlight=False)
-    if isinstance(config.legs.launcher, SlurmLauncher) and shutil.which("squeue"):
+    if isinstance(config.legs.launcher, SlurmLauncherConfig) and shutil.which("squeue"):
         _say_what_jobs_do(console, run)
     _say_where_to_look(console, run, config, summary_of(run.run_id, chain))
     return 0

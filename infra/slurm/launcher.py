@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from roll_core.types.leg import LegEnding, LegPlace
+from roll_core.types.leg import LegEnding, LegAllocation
 
-LegFunction = Callable[[LegPlace], Any]
+LegFunction = Callable[[LegAllocation], Any]
 """A leg: what runs in its driver's process. What it answers reaches whoever waits for the job."""
 
 

@@ -14,7 +14,7 @@ import submitit
 from submitit.core.utils import FailedJobError, UncompletedJobError
 
 from infra.slurm.launcher import JobEnd, LegFunction, LegRequest
-from roll_core.types.leg import LegPlace
+from roll_core.types.leg import LegAllocation
 
 
 class LocalLauncher:
@@ -69,7 +69,7 @@ def run_local_leg(leg: LegFunction, time_limit_minutes: int, launcher_pid: int) 
     """What the leg's process runs."""
     _die_with(launcher_pid)
     ends_at = time.time() + 60 * time_limit_minutes
-    return leg(LegPlace(ends_at=lambda: ends_at))
+    return leg(LegAllocation(ends_at=lambda: ends_at))
 
 
 def last_line(trace: str) -> str:

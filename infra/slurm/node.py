@@ -37,7 +37,7 @@ from infra.slurm.scratch import own_folder
 from roll_core.config.operations.placement import ELASTIC_RESOURCE, leg_resources
 from roll_core.errors import RollError
 from roll_core.roles.process import role_environment
-from roll_core.types.leg import LegPlace
+from roll_core.types.leg import LegAllocation
 
 OBJECT_STORE_SHARE = 0.3
 LOOK_S = 0.3
@@ -79,7 +79,7 @@ class NodeReport:
 
 
 @dataclass(frozen=True)
-class Seat:
+class TaskIdentity:
     """Which task of which job this process is. A requeued job has the same id: `restart` counts."""
 
     job_id: str
@@ -181,9 +181,9 @@ def follow(shape: NodeShape, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _seated(folder: Path) -> Iterator[tuple[Seat, Path]]:
+def _seated(folder: Path) -> Iterator[tuple[TaskIdentity, Path]]:
     node = os.environ["SLURMD_NODENAME"]
-    seat = Seat(
+    seat = TaskIdentity(
         job_id=os.environ["SLURM_JOB_ID"],
         restart=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
         rank=int(os.environ["SLURM_PROCID"]),
@@ -197,7 +197,7 @@ def _seated(folder: Path) -> Iterator[tuple[Seat, Path]]:
 
 
 # -------------------------------------------------------------------------------------------------- the first node
-def _lead(leg: bytes, shape: NodeShape, seat: Seat, scratch: Path) -> NodeReport:
+def _lead(leg: bytes, shape: NodeShape, seat: TaskIdentity, scratch: Path) -> NodeReport:
     signals = _Signals()
     for note in set(seat.folder.glob(f"ray-{seat.job_id}-*")) - set(seat.folder.glob(f"{seat.meeting.stem}.*")):
         note.unlink()  # of an earlier start of this job, that was killed
@@ -220,7 +220,7 @@ def _lead(leg: bytes, shape: NodeShape, seat: Seat, scratch: Path) -> NodeReport
             note.unlink(missing_ok=True)
 
 
-def _wait_for_the_others(seat: Seat) -> None:
+def _wait_for_the_others(seat: TaskIdentity) -> None:
     """Until every node has cleared up. The end of this task is the end of theirs."""
     ends_at = time.monotonic() + FAREWELL_S
     while any(seat.folder.glob(f"{seat.meeting.stem}.here.*")) and time.monotonic() < ends_at:
@@ -228,7 +228,7 @@ def _wait_for_the_others(seat: Seat) -> None:
 
 
 def _watch(
-    head: subprocess.Popen[bytes], driver: SpawnProcess, talk: Connection, seat: Seat, signals: "_Signals"
+    head: subprocess.Popen[bytes], driver: SpawnProcess, talk: Connection, seat: TaskIdentity, signals: "_Signals"
 ) -> NodeReport:
     while not wait([talk, driver.sentinel], timeout=LOOK_S):
         if head.poll() is not None:
@@ -242,7 +242,7 @@ def _watch(
 
 
 @contextlib.contextmanager
-def _head(shape: NodeShape, seat: Seat, scratch: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def _head(shape: NodeShape, seat: TaskIdentity, scratch: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     for _ in range(STARTS):
         port = _free_port(seat.address)
         options = ["--head", f"--port={port}", f"--ray-client-server-port={_free_port(seat.address)}"]
@@ -261,7 +261,7 @@ def _head(shape: NodeShape, seat: Seat, scratch: Path) -> Iterator[tuple[subproc
 
 
 @contextlib.contextmanager
-def _driver(leg: bytes, seat: Seat, scratch: Path) -> Iterator[tuple[SpawnProcess, Connection]]:
+def _driver(leg: bytes, seat: TaskIdentity, scratch: Path) -> Iterator[tuple[SpawnProcess, Connection]]:
     """The leg in a process of its own. It is told where Ray's head is, and answers when it is done."""
     fresh = multiprocessing.get_context("spawn")
     talk, its_end = fresh.Pipe()
@@ -279,7 +279,7 @@ def _driver(leg: bytes, seat: Seat, scratch: Path) -> Iterator[tuple[SpawnProces
 def _drive(leg: bytes, job_id: str, scratch: Path, talk: Connection) -> None:
     run_leg = cloudpickle.loads(leg)
     # The leg starts what else it needs while Ray's head does, and asks again when it starts roles anew.
-    place = LegPlace(ends_at=EndTime(job_id), ray_address=functools.cache(talk.recv), scratch=scratch)
+    place = LegAllocation(ends_at=EndTime(job_id), ray_address=functools.cache(talk.recv), scratch=scratch)
     talk.send(run_leg(place))
 
 
@@ -308,7 +308,7 @@ class _Signals:
 
 
 # -------------------------------------------------------------------------------------------------- the other nodes
-def _follow(shape: NodeShape, seat: Seat, scratch: Path) -> None:
+def _follow(shape: NodeShape, seat: TaskIdentity, scratch: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # the first node says when it is over
     head = wait_for_head(seat)
@@ -322,7 +322,7 @@ def _follow(shape: NodeShape, seat: Seat, scratch: Path) -> None:
         raise
 
 
-def _stay(seat: Seat, head: Head, start_ray: StartRay, leave: threading.Event) -> None:
+def _stay(seat: TaskIdentity, head: Head, start_ray: StartRay, leave: threading.Event) -> None:
     """Join the head, again if Ray dies here, for as long as there is one, or until it is time to leave."""
     for _ in range(STARTS):
         with start_ray([f"--address={head.address}", "--include-log-monitor=false"]) as joined:
@@ -336,7 +336,7 @@ def _stay(seat: Seat, head: Head, start_ray: StartRay, leave: threading.Event) -
     raise RayLost(f"Ray did not stay on {seat.node}")
 
 
-def _find_head(run_folder: Path, seat: Seat, leave: threading.Event) -> Head | None:
+def _find_head(run_folder: Path, seat: TaskIdentity, leave: threading.Event) -> Head | None:
     """The head of a leg of the run, once one answers; None if none does for a while, or it is time to leave.
 
     Not the head of this very node: its driver would take us for the node to connect by.
@@ -352,7 +352,7 @@ def _find_head(run_folder: Path, seat: Seat, leave: threading.Event) -> Head | N
     return None
 
 
-def wait_for_head(seat: Seat) -> Head | None:
+def wait_for_head(seat: TaskIdentity) -> Head | None:
     """The head of the leg, once it is up; None if the first node has given up before."""
     ends_at = time.monotonic() + MEETING_DEADLINE_S
     while time.monotonic() < ends_at:
@@ -371,7 +371,7 @@ def _read_head(meeting: Path) -> Head:
 # -------------------------------------------------------------------------------------------------- every node
 @contextlib.contextmanager
 def _ray(
-    shape: NodeShape, resources: dict[str, int], seat: Seat, scratch: Path, options: list[str]
+    shape: NodeShape, resources: dict[str, int], seat: TaskIdentity, scratch: Path, options: list[str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """One node of Ray, for as long as the block lasts."""
     command = [

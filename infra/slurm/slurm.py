@@ -18,12 +18,12 @@ from infra.slurm import queue
 from infra.slurm.launcher import JobEnd, LegFunction, LegRequest
 from infra.slurm.local import last_line
 from infra.slurm.node import NodeReport, NodeShape, join_legs, run_node
-from roll_core.config.operations.legs import SlurmLauncher as SlurmConfig
+from roll_core.config.operations.legs import SlurmLauncherConfig
 from roll_core.types.leg import LegEnding
 
 
 class SlurmLauncher:
-    def __init__(self, config: SlurmConfig):
+    def __init__(self, config: SlurmLauncherConfig):
         self._config = config
 
     def submit(self, request: LegRequest, leg: LegFunction) -> "SlurmLegJob":
@@ -107,7 +107,7 @@ def read_end(state: queue.JobState, outcome: NodeReport | str | None) -> JobEnd:
             return JobEnd(seen, None, f"the leg's job left no answer; {told}", state.lost_nodes)
 
 
-def node_shape(config: SlurmConfig, request: LegRequest) -> NodeShape:
+def node_shape(config: SlurmLauncherConfig, request: LegRequest) -> NodeShape:
     gigabytes = config.object_store_gigabytes
     return NodeShape(request.devices_per_node, request.gpus_per_node, int(gigabytes * 2**30) if gigabytes else None)
 
@@ -116,7 +116,7 @@ ALL_PROCESSORS = 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_ON_NODE"'
 """A task would have one of those that the job has on its node."""
 
 
-def sbatch_parameters(config: SlurmConfig, request: LegRequest) -> dict[str, Any]:
+def sbatch_parameters(config: SlurmLauncherConfig, request: LegRequest) -> dict[str, Any]:
     """What a leg asks of SLURM, in submitit's words."""
     memory = f"{config.memory_gigabytes}G" if config.memory_gigabytes else "0" if config.exclusive else None
     parameters = {
@@ -149,7 +149,7 @@ CHAIN = ["code=$?", f'if [ $code -eq {CHAINED} ]; then scontrol requeue "$SLURM_
 """The same job again: with the options it was submitted with, and the id by which its run is named."""
 
 
-def sbatch_script(config: SlurmConfig, request: LegRequest, arguments: list[str]) -> str:
+def sbatch_script(config: SlurmLauncherConfig, request: LegRequest, arguments: list[str]) -> str:
     """A script that asks for what a leg asks for, runs `roll leg ARGUMENTS` on every node, and chains itself."""
     parameters = sbatch_parameters(config, request)
     parameters["setup"] = [*parameters["setup"], f'run="${{1:-{request.name}-job$SLURM_JOB_ID}}"']

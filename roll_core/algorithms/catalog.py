@@ -12,16 +12,16 @@ import yaml
 from roll_core.algorithms import advantages, divergences, losses, reductions
 from roll_core.algorithms.corrections import Correction, correct
 from roll_core.algorithms.credit import CreditRecipe
-from roll_core.algorithms.divergences import KlEstimator
+from roll_core.algorithms.divergences import KlEstimatorFn
 from roll_core.algorithms.inputs import AdvantageFn, LossFn, Objective, Reduction, ValueLossFn
 from roll_core.algorithms.values import clipped_value_loss
-from roll_core.config.algorithm.methods import AlgorithmConfig, Baseline, shaping
-from roll_core.config.algorithm.methods import methods as variants
+from roll_core.config.algorithm import methods, shaping
+from roll_core.config.algorithm.methods import AlgorithmConfig, Baseline
 from roll_core.config.algorithm.policy_update import Aggregation, ClippedUpdate, PolicyUpdate, RatioLevel, Signal
 
 
 @dataclass(frozen=True)
-class Row:
+class CatalogEntry:
     """One algorithm of the table. The callables take the variant's config, so that a knob is read in one place."""
 
     config: type[PolicyUpdate]
@@ -73,9 +73,9 @@ def _group(config: Any) -> AdvantageFn:
 
 CLIPPED = "-min(r A, clip(r, 1 - low, 1 + high) A)"
 
-TABLE: tuple[Row, ...] = (
-    Row(
-        variants.Reinforce,
+TABLE: tuple[CatalogEntry, ...] = (
+    CatalogEntry(
+        methods.Reinforce,
         name="REINFORCE",
         paper="Williams 1992",
         formula="A_t = sum_k discount^k r_{t+k};  loss = -A log pi",
@@ -84,8 +84,8 @@ TABLE: tuple[Row, ...] = (
         objective=lambda _: losses.policy_gradient,
         example="shaping: {normalize: {mean: batch, std: batch}}",
     ),
-    Row(
-        variants.ReinforcePlusPlus,
+    CatalogEntry(
+        methods.ReinforcePlusPlus,
         name="REINFORCE++",
         paper="arXiv 2501.03262",
         formula=f"A = whiten(return), or whiten(R - group mean) with baseline group;  loss = {CLIPPED}",
@@ -97,8 +97,8 @@ TABLE: tuple[Row, ...] = (
         ),
         objective=_clipped,
     ),
-    Row(
-        variants.Grpo,
+    CatalogEntry(
+        methods.Grpo,
         name="GRPO",
         paper="arXiv 2402.03300",
         formula=f"A = (R - group mean) / group std;  loss = {CLIPPED}, mean over tokens (the paper: over sequences)",
@@ -106,8 +106,8 @@ TABLE: tuple[Row, ...] = (
         advantage=_group,
         objective=_clipped,
     ),
-    Row(
-        variants.DrGrpo,
+    CatalogEntry(
+        methods.DrGrpo,
         name="Dr.GRPO",
         paper="arXiv 2503.20783",
         formula=f"A = R - group mean;  loss = {CLIPPED}, summed over tokens / fixed length",
@@ -115,8 +115,8 @@ TABLE: tuple[Row, ...] = (
         advantage=lambda _: advantages.group_relative,
         objective=_clipped,
     ),
-    Row(
-        variants.Rloo,
+    CatalogEntry(
+        methods.Rloo,
         name="RLOO",
         paper="arXiv 2402.14740",
         formula="A = R - mean of the others of the group;  loss = -A log pi",
@@ -124,8 +124,8 @@ TABLE: tuple[Row, ...] = (
         advantage=lambda _: advantages.leave_one_out,
         objective=lambda _: losses.policy_gradient,
     ),
-    Row(
-        variants.Ppo,
+    CatalogEntry(
+        methods.Ppo,
         name="PPO with a critic",
         paper="arXiv 1707.06347, 1506.02438",
         formula=f"d_t = r_t + discount V_(t+1) - V_t;  A_t = d_t + discount trace_decay A_(t+1);  loss = {CLIPPED}",
@@ -139,8 +139,8 @@ TABLE: tuple[Row, ...] = (
         objective=_clipped,
         example="critic: {optimizer: {learning_rate: 1.0e-5}, warmup_iterations: 5}",
     ),
-    Row(
-        variants.Remax,
+    CatalogEntry(
+        methods.Remax,
         name="ReMax",
         paper="arXiv 2310.10505",
         formula="A = R - R(greedy completion);  loss = -A log pi",
@@ -148,8 +148,8 @@ TABLE: tuple[Row, ...] = (
         advantage=lambda _: advantages.greedy_baseline,
         objective=lambda _: losses.policy_gradient,
     ),
-    Row(
-        variants.Gigpo,
+    CatalogEntry(
+        methods.Gigpo,
         name="GiGPO",
         paper="arXiv 2505.10978",
         formula=f"A = w_e norm_group(R) + w_s norm_(same state, same group)(return of the turn);  loss = {CLIPPED}",
@@ -163,8 +163,8 @@ TABLE: tuple[Row, ...] = (
         ),
         objective=_clipped,
     ),
-    Row(
-        variants.TurnReinforce,
+    CatalogEntry(
+        methods.TurnReinforce,
         name="Turn-level REINFORCE",
         paper="arXiv 2506.06122",
         formula=f"A = whiten(G_i), G_i = r_i + discount G_(i+1) over turns;  loss = {CLIPPED}",
@@ -172,8 +172,8 @@ TABLE: tuple[Row, ...] = (
         advantage=lambda c: partial(advantages.turn_return, discount=c.discount),
         objective=_clipped,
     ),
-    Row(
-        variants.StepReinforce,
+    CatalogEntry(
+        methods.StepReinforce,
         name="Step-level REINFORCE",
         paper="arXiv 2506.06122",
         formula=f"A = norm_group(G_i) over all turns of the group;  loss = {CLIPPED}",
@@ -181,8 +181,8 @@ TABLE: tuple[Row, ...] = (
         advantage=lambda c: partial(advantages.normalized_step_return, discount=c.discount),
         objective=_clipped,
     ),
-    Row(
-        variants.Distillation,
+    CatalogEntry(
+        methods.Distillation,
         name="On-policy distillation",
         paper="arXiv 2306.13649",
         formula="A_t = sum_i c_i (log teacher_i - log sampler) [+ w A_GRPO];  loss = -A log pi",
@@ -195,8 +195,8 @@ TABLE: tuple[Row, ...] = (
         objective=lambda _: losses.policy_gradient,
         example="teachers: [{kind: run, run_id: quickstart-1}]",
     ),
-    Row(
-        variants.Gspo,
+    CatalogEntry(
+        methods.Gspo,
         name="GSPO",
         paper="arXiv 2507.18071",
         formula=f"A as GRPO;  r = exp(mean_t log(pi / anchor)) of the sequence (or turn);  loss = {CLIPPED}",
@@ -204,8 +204,8 @@ TABLE: tuple[Row, ...] = (
         advantage=lambda _: advantages.group_normalized,
         objective=lambda c: _clipped(c, c.level),
     ),
-    Row(
-        variants.Dapo,
+    CatalogEntry(
+        methods.Dapo,
         name="DAPO",
         paper="arXiv 2503.14476",
         formula=f"R := R - overlong penalty;  A as GRPO;  loss = {CLIPPED}, high > low, mean over tokens",
@@ -213,8 +213,8 @@ TABLE: tuple[Row, ...] = (
         advantage=lambda _: advantages.group_normalized,
         objective=_clipped,
     ),
-    Row(
-        variants.LitePpo,
+    CatalogEntry(
+        methods.LitePpo,
         name="Lite PPO",
         paper="arXiv 2508.08221",
         formula=f"A = (R - group mean) / batch std;  loss = {CLIPPED}, mean over tokens",
@@ -222,8 +222,8 @@ TABLE: tuple[Row, ...] = (
         advantage=lambda _: advantages.group_mean_batch_std,
         objective=_clipped,
     ),
-    Row(
-        variants.RaftPlusPlus,
+    CatalogEntry(
+        methods.RaftPlusPlus,
         name="RAFT++",
         paper="arXiv 2504.11343",
         formula=f"A = 1 for the best of a group, else 0;  loss = {CLIPPED}",
@@ -231,8 +231,8 @@ TABLE: tuple[Row, ...] = (
         advantage=lambda c: partial(advantages.best_of_group, minimum_reward=c.minimum_reward),
         objective=_clipped,
     ),
-    Row(
-        variants.Cispo,
+    CatalogEntry(
+        methods.Cispo,
         name="CISPO",
         paper="arXiv 2506.13585",
         formula="A as GRPO;  loss = -sg[clip(r, 1 - low, 1 + high)] A log pi",
@@ -245,8 +245,8 @@ TABLE: tuple[Row, ...] = (
             mask_clipped=c.mask_clipped,
         ),
     ),
-    Row(
-        variants.TruncatedIs,
+    CatalogEntry(
+        methods.TruncatedIs,
         name="TIS",
         paper="arXiv 1802.01561",
         formula="A as GRPO;  loss = -sg[clip(pi / sampler, lower, upper)] A log pi",
@@ -254,8 +254,8 @@ TABLE: tuple[Row, ...] = (
         advantage=_group,
         objective=lambda c: partial(losses.truncated_importance_sampling, lower=c.lower, upper=c.upper),
     ),
-    Row(
-        variants.Topr,
+    CatalogEntry(
+        methods.Topr,
         name="TOPR",
         paper="arXiv 2503.14286",
         formula="loss = -w+ A log pi for A >= 0, -w- sg[clip(pi / sampler, lower, upper)] A log pi for A < 0",
@@ -271,8 +271,8 @@ TABLE: tuple[Row, ...] = (
             upper=c.upper,
         ),
     ),
-    Row(
-        variants.Kimi,
+    CatalogEntry(
+        methods.Kimi,
         name="Kimi k1.5 mirror descent",
         paper="arXiv 2501.12599",
         formula="A = R - group mean;  loss = -A log pi + tau / 2 (log r)^2",
@@ -280,8 +280,8 @@ TABLE: tuple[Row, ...] = (
         advantage=lambda _: advantages.group_relative,
         objective=lambda c: partial(losses.mirror_descent, temperature=c.temperature, level=c.level),
     ),
-    Row(
-        variants.DecoupledPpo,
+    CatalogEntry(
+        methods.DecoupledPpo,
         name="Decoupled PPO",
         paper="arXiv 2110.00641, 2505.24298",
         formula=f"A as GRPO;  loss = sg[anchor / sampler] * {CLIPPED}",
@@ -291,7 +291,7 @@ TABLE: tuple[Row, ...] = (
     ),
 )
 
-KL_ESTIMATORS: dict[shaping.KlEstimator, KlEstimator] = {
+KL_ESTIMATORS: dict[shaping.KlEstimator, KlEstimatorFn] = {
     shaping.KlEstimator.K1: divergences.k1,
     shaping.KlEstimator.K2: divergences.k2,
     shaping.KlEstimator.K3: divergences.k3,
@@ -300,7 +300,7 @@ KL_ESTIMATORS: dict[shaping.KlEstimator, KlEstimator] = {
 """Those computed from the logprobs of sampled tokens; `full` needs the distributions."""
 
 
-def row_of(config: AlgorithmConfig) -> Row:
+def row_of(config: AlgorithmConfig) -> CatalogEntry:
     return next(row for row in TABLE if row.config is type(config))
 
 
@@ -329,7 +329,7 @@ def build_algorithm(config: AlgorithmConfig, *, num_optimizer_steps: int, max_ne
     )
 
 
-def _credit(config: AlgorithmConfig, row: Row, max_new_tokens: int) -> CreditRecipe:
+def _credit(config: AlgorithmConfig, row: CatalogEntry, max_new_tokens: int) -> CreditRecipe:
     sections = {"": config.shaping, **config.domains}
     penalties = {name: section.kl for name, section in sections.items() if section.kl is not None}
     return CreditRecipe(
@@ -364,4 +364,4 @@ def _correction(config: AlgorithmConfig) -> Correction | None:
 
 def _skips_zero_advantages(config: AlgorithmConfig) -> bool:
     regularized = config.kl_loss is not None or config.entropy_coefficient > 0
-    return not regularized and not config.has_critic and not isinstance(config, variants.Kimi)
+    return not regularized and not config.has_critic and not isinstance(config, methods.Kimi)

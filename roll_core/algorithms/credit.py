@@ -12,7 +12,7 @@ from torch import Tensor
 from roll_core.algorithms import masks
 from roll_core.algorithms.advantages import whitened
 from roll_core.algorithms.controllers import adapted_coefficient
-from roll_core.algorithms.divergences import KlEstimator
+from roll_core.algorithms.divergences import KlEstimatorFn
 from roll_core.algorithms.grouping import sum_by
 from roll_core.algorithms.inputs import AdvantageFn, AdvantageInputs
 from roll_core.algorithms.shaping import Moments, divisors, normalized, overlong_penalty
@@ -23,7 +23,7 @@ from roll_core.config.algorithm.shaping import (
     OverlongConfig,
     ShapingConfig,
     StatisticsFrom,
-    WeightsConfig,
+    SampleWeightsConfig,
 )
 from roll_core.types.refs import Record
 
@@ -64,7 +64,7 @@ class CreditRecipe:
     advantage: AdvantageFn
     shaping: ShapingConfig
     domains: dict[str, ShapingConfig]
-    kl_estimators: dict[str, KlEstimator]
+    kl_estimators: dict[str, KlEstimatorFn]
     """By the name of a section: "" and the domains."""
     max_new_tokens: int
     whiten_advantages: bool
@@ -242,7 +242,7 @@ def _kept(inputs: CreditInputs, section: MasksConfig) -> Tensor:
     return kept_S
 
 
-def _weights(inputs: CreditInputs, section: WeightsConfig, is_here_S: Tensor) -> Tensor:
+def _weights(inputs: CreditInputs, section: SampleWeightsConfig, is_here_S: Tensor) -> Tensor:
     weights_S = torch.ones_like(inputs.outcomes.rewards_S)
     if section.difficulty is not None:
         easiest, hardest = section.difficulty.first, section.difficulty.last
@@ -255,7 +255,7 @@ def _weights(inputs: CreditInputs, section: WeightsConfig, is_here_S: Tensor) ->
     return weights_S
 
 
-def _kl(inputs: CreditInputs, estimator: KlEstimator | None) -> Tensor:
+def _kl(inputs: CreditInputs, estimator: KlEstimatorFn | None) -> Tensor:
     if estimator is None:
         assert inputs.divergences_N is not None, "full-vocabulary divergences were not computed"
         return inputs.divergences_N

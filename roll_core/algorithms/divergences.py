@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-KlEstimator = Callable[[Tensor, Tensor], Tensor]
+KlEstimatorFn = Callable[[Tensor, Tensor], Tensor]
 """From logprobs of the policy and of another, of the same tokens, to a divergence for each."""
 
 MAX_LOG_RATIO = 10.0

@@ -5,8 +5,8 @@ import json
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from roll_core.algorithms.catalog import TABLE, Row
-from roll_core.config.algorithm.methods import correction, critic, policy_update, shaping, teachers
+from roll_core.algorithms.catalog import TABLE, CatalogEntry
+from roll_core.config.algorithm import correction, critic, policy_update, shaping, teachers
 from roll_core.config.algorithm.policy_update import PolicyUpdate
 
 SHARED = (
@@ -16,7 +16,7 @@ SHARED = (
     ("shaping.kl", shaping.KlRewardConfig),
     ("shaping.kl.adaptive", shaping.AdaptiveKlConfig),
     ("shaping.masks", shaping.MasksConfig),
-    ("shaping.weights", shaping.WeightsConfig),
+    ("shaping.weights", shaping.SampleWeightsConfig),
     ("correction", correction.CorrectionConfig),
     ("correction.weighting", correction.WeightingConfig),
     ("correction.filters", correction.FilterConfig),
@@ -56,7 +56,7 @@ def _overview() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _section(row: Row) -> str:
+def _section(row: CatalogEntry) -> str:
     config = row.config
     own = {name: field for name, field in config.model_fields.items() if _is_own(config, name) and name != "kind"}
     knobs = _knobs(own) if own else "No knobs but the shared ones.\n"
@@ -71,7 +71,7 @@ def _lines(formula: str) -> str:
     return formula.replace(";  ", "\n    ")
 
 
-def _signals(row: Row) -> str:
+def _signals(row: CatalogEntry) -> str:
     """Those of the defaults, with one optimizer step and with several."""
     config = row.config.model_validate({"kind": row.kind} | row.example_settings)
     always = sorted(config.credit_signals | config.loss_signals(1))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from roll_core.algorithms.corrections import Correction
-from roll_core.algorithms.divergences import MAX_LOG_RATIO, KlEstimator, k3
+from roll_core.algorithms.divergences import MAX_LOG_RATIO, KlEstimatorFn, k3
 from roll_core.algorithms.grouping import masked_mean_by, sum_by
 from roll_core.algorithms.inputs import LossInputs, LossOutputs, Objective, Reduction, TokenLosses, masked_sum
 from roll_core.config.algorithm.policy_update import RatioLevel
@@ -97,7 +97,7 @@ def policy_loss(
     reduce: Reduction,
     correction: Correction | None = None,
     kl_coefficient: float = 0.0,
-    kl_estimator: KlEstimator = k3,
+    kl_estimator: KlEstimatorFn = k3,
     entropy_coefficient: float = 0.0,
 ) -> LossOutputs:
     """An objective with its weights, a KL penalty to the reference and an entropy bonus, reduced to the loss of the
@@ -141,7 +141,7 @@ def _without_removed(inputs: LossInputs) -> LossInputs:
     )
 
 
-def _kl_to_reference(inputs: LossInputs, estimator: KlEstimator) -> Tensor | None:
+def _kl_to_reference(inputs: LossInputs, estimator: KlEstimatorFn) -> Tensor | None:
     if inputs.divergences_N is not None:
         return inputs.divergences_N
     if inputs.reference_logprobs_N is not None:

@@ -18,7 +18,7 @@ BINS_EACH_SIDE = round(MAX_LOG_RATIO / BIN_WIDTH)
 
 
 @dataclass(frozen=True)
-class Differences:
+class MismatchSums:
     """Of all tokens of a part of a batch. For the whole, add `sums` and `counts_B`, and take the larger `extremes`.
 
     Example (d of 0 and of -0.7): sums=[2., 0.7, 0.1966, 1.] (tokens, |d|, KL, tokens off by more than a factor of two),
@@ -30,21 +30,21 @@ class Differences:
     extremes: Tensor
 
 
-def measure(log_ratio_N: Tensor) -> Differences:
+def measure(log_ratio_N: Tensor) -> MismatchSums:
     """What is not a number counts as far apart."""
     d_N = log_ratio_N.double().nan_to_num(nan=MAX_LOG_RATIO).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # Of the sampler's tokens: k3 is an unbiased KL(sampler || trainer).
     sums = [torch.ones_like(d_N), d_N.abs(), k3(torch.zeros_like(d_N), d_N), (d_N.abs() > math.log(2)).double()]
     bin_N = (d_N / BIN_WIDTH).round().long() + BINS_EACH_SIDE
     nothing_seen = d_N.new_full((1,), -MAX_LOG_RATIO)
-    return Differences(
+    return MismatchSums(
         sums=torch.stack([each_N.sum() for each_N in sums]),
         counts_B=torch.bincount(bin_N, minlength=2 * BINS_EACH_SIDE + 1).double(),
         extremes=torch.stack([torch.cat([side_N, nothing_seen]).max() for side_N in (d_N, -d_N)]),
     )
 
 
-def quantities(differences: Differences) -> dict[str, float]:
+def quantities(differences: MismatchSums) -> dict[str, float]:
     """Metrics of the whole, without their area; none if there was no token."""
     tokens, absolute, kl, off = differences.sums.tolist()
     if not tokens:

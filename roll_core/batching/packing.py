@@ -14,9 +14,9 @@ from roll_core.config.training.training import Packing
 
 Unit = tuple[int, ...]
 """Indices of the samples that share a prompt; a single one when prompts are not shared."""
-Row = tuple[int, ...]
+PackedRow = tuple[int, ...]
 """Indices of the units in one row."""
-MicroBatchPlan = tuple[Row, ...]
+MicroBatchPlan = tuple[PackedRow, ...]
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ def plan_ranks(lengths: list[int], num_ranks: int, limits: PackingLimits) -> lis
         return [[()] for _ in range(num_ranks)]
     row_tokens = max(limits.row_tokens or 0, max(lengths))
     alone = limits.packing is Packing.NONE
-    rows: list[Row] = [(i,) for i in range(len(lengths))] if alone else pack_rows(lengths, row_tokens)
+    rows: list[PackedRow] = [(i,) for i in range(len(lengths))] if alone else pack_rows(lengths, row_tokens)
     rows_per_micro_batch = max(1, limits.micro_batch_tokens // row_tokens)
     ranks = [_chunks(share, rows_per_micro_batch) for share in _balance(rows, lengths, num_ranks)]
     most = max(len(micro_batches) for micro_batches in ranks)
     return [micro_batches + [()] * (most - len(micro_batches)) for micro_batches in ranks]
 
 
-def pack_rows(lengths: list[int], row_tokens: int) -> list[Row]:
+def pack_rows(lengths: list[int], row_tokens: int) -> list[PackedRow]:
     """Best-fit decreasing: longest first, each into the fullest row with room for it. At most 11/9 of the fewest rows."""
     rows: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room left, row), sorted
@@ -81,9 +81,9 @@ def pack_rows(lengths: list[int], row_tokens: int) -> list[Row]:
     return [tuple(row) for row in rows]
 
 
-def _balance(rows: list[Row], lengths: list[int], num_ranks: int) -> list[list[Row]]:
+def _balance(rows: list[PackedRow], lengths: list[int], num_ranks: int) -> list[list[PackedRow]]:
     """Longest processing time first: each row to the rank with the fewest tokens so far."""
-    shares: list[list[Row]] = [[] for _ in range(num_ranks)]
+    shares: list[list[PackedRow]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     tokens = {row: sum(lengths[i] for i in row) for row in rows}
     for row in sorted(rows, key=lambda r: (-tokens[r], r)):
@@ -93,7 +93,7 @@ def _balance(rows: list[Row], lengths: list[int], num_ranks: int) -> list[list[R
     return shares
 
 
-def _chunks(rows: list[Row], size: int) -> list[MicroBatchPlan]:
+def _chunks(rows: list[PackedRow], size: int) -> list[MicroBatchPlan]:
     """As few as can be, of at most this size, and of about the same."""
     count = -(-len(rows) // size)
     bounds = [len(rows) * chunk // max(1, count) for chunk in range(count + 1)]

@@ -22,5 +22,5 @@ def _parse_devices(value: Any) -> Any:
     return devices
 
 
-Devices = Annotated[tuple[int, ...], BeforeValidator(_parse_devices)]
+DeviceList = Annotated[tuple[int, ...], BeforeValidator(_parse_devices)]
 """Device numbers across the whole cluster, node by node: [0, 1] or '0-7'."""

@@ -17,7 +17,7 @@ from roll_core.config.algorithm.methods import Distillation
 from roll_core.config.algorithm.teachers import PretrainedTeacher, TeacherConfig
 from roll_core.config.model import PretrainedModel
 from roll_core.config.operations.nightly import NightlyConfig
-from roll_core.config.problems import FiledProblems
+from roll_core.config.problems import FileProblems
 from roll_core.config.run import RunConfig
 from roll_core.errors import UserError
 
@@ -208,7 +208,7 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     model, problems = config.model, config.problems
     if isinstance(model, PretrainedModel):
         model = model.model_copy(update={"path": str(Path(model.path).absolute())})
-    if isinstance(problems, FiledProblems):
+    if isinstance(problems, FileProblems):
         files = {"train": problems.train, "held_out": problems.held_out}
         problems = problems.model_copy(update={key: str(Path(file).absolute()) for key, file in files.items()})
     algorithm = config.algorithm

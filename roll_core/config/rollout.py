@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from roll_core.config.base import Section
 
 
-class InFlight(StrEnum):
+class InFlightPolicy(StrEnum):
     """What happens to attempts that are being generated when engines take over new weights."""
 
     FINISH = "finish"
@@ -88,7 +88,7 @@ class RolloutConfig(Section):
     """How many iterations' worth of groups may be generated ahead of training. 0 is the synchronous loop: engines wait while
     the trainer works. Its ceiling is the largest staleness, in weights versions, of any token that is trained on. While the
     trainer never waits, fewer are, down to one: what is generated later is by newer weights."""
-    in_flight: InFlight = InFlight.RESUME
+    in_flight: InFlightPolicy = InFlightPolicy.RESUME
     """What happens to attempts that are being generated when engines take over new weights: finish (with the old ones, while
     new attempts wait), resume (interrupted, then resumed after the tokens they have) or continue (as if nothing happened).
     Each token says which version produced it."""

@@ -31,8 +31,8 @@ from roll_core.config.problems import (
 )
 from roll_core.config.rollout import RolloutConfig
 from roll_core.config.training.layout import LayoutConfig
-from roll_core.config.training.mismatch import AgreementAction
-from roll_core.config.training.training import Packing, Precision, TrainingBackend, TrainingConfig, WarmStartConfig
+from roll_core.config.training.mismatch import MismatchAction
+from roll_core.config.training.training import Packing, Precision, BackendKind, TrainingConfig, WarmStartConfig
 
 
 class ForkedFrom(Section):
@@ -104,7 +104,7 @@ class RunConfig(Section):
     @property
     def data_ranks(self) -> int:
         """Into how many parts a batch is cut: one for each copy of the model."""
-        if self.training.backend is TrainingBackend.TORCH:
+        if self.training.backend is BackendKind.TORCH:
             return len(self.placement.trainer)
         return self.training.layout.data(len(self.placement.trainer))
 
@@ -121,7 +121,7 @@ class RunConfig(Section):
     def algorithm_in_disagreement(self) -> AlgorithmConfig:
         """That of iterations beyond the limits of `training.agreement`."""
         agreement = self.training.agreement
-        corrects = agreement is not None and agreement.action is AgreementAction.CORRECT
+        corrects = agreement is not None and agreement.action is MismatchAction.CORRECT
         return self.algorithm.corrected if corrects else self.algorithm
 
     @property
@@ -164,7 +164,7 @@ class RunConfig(Section):
                     f"training.experts.{key} is to move the routers, which training.lora leaves as they are: leave one of "
                     "them out"
                 )
-        if self.training.backend is not TrainingBackend.TORCH:
+        if self.training.backend is not BackendKind.TORCH:
             raise ValueError(
                 f"training.lora is of training.backend torch, and this is {self.training.backend.value}: leave it out, or "
                 "set training.backend=torch"
@@ -174,7 +174,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _layout_fills_the_trainer(self):
         layout, ranks = self.training.layout, len(self.placement.trainer)
-        if self.training.backend is TrainingBackend.TORCH:
+        if self.training.backend is BackendKind.TORCH:
             if layout != LayoutConfig():
                 raise ValueError(
                     "training.layout is for training.backend megatron, and training.backend torch shards over all of "
@@ -238,7 +238,7 @@ class RunConfig(Section):
         if per_step < self.data_ranks:
             copies = (
                 "the number of placement.trainer devices"
-                if training.backend is TrainingBackend.TORCH
+                if training.backend is BackendKind.TORCH
                 else "the copies of the model that training.layout makes of placement.trainer"
             )
             raise ValueError(
@@ -290,7 +290,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _backend_can_do_it(self):
         training = self.training
-        if training.backend is TrainingBackend.TORCH:
+        if training.backend is BackendKind.TORCH:
             return self
         if self.algorithm.has_critic:
             raise ValueError(

@@ -9,19 +9,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from roll_core.config.problems import Columns, DatasetProblems
-from roll_core.data.file_source import FiledSource, Row
+from roll_core.data.file_source import FileSource, SourceRow
 from roll_core.errors import UserError
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
 """What `save_to_disk` writes beside the data of one split, and beside the folders of several."""
 
 
-class DatasetSource(FiledSource):
+class DatasetSource(FileSource):
     def __init__(self, config: DatasetProblems, seed: int):
         super().__init__(config, _rows, seed)
 
 
-def _rows(key: str, path: Path, columns: Columns) -> Iterator[Row]:
+def _rows(key: str, path: Path, columns: Columns) -> Iterator[SourceRow]:
     number = 0
     for file in _files(key, path):
         try:
@@ -30,7 +30,7 @@ def _rows(key: str, path: Path, columns: Columns) -> Iterator[Row]:
             raise UserError(f"{key}: {file} cannot be read as a table: {str(error).splitlines()[0]}") from None
         for values in table.select(_needed(table.column_names, columns)).to_pylist():
             number += 1
-            yield Row(_name(path), number, f"row {number} of {path}", values)
+            yield SourceRow(_name(path), number, f"row {number} of {path}", values)
 
 
 def _files(key: str, path: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from roll_core.config.problems import AnswerRule, Columns, FiledProblems
+from roll_core.config.problems import AnswerRule, Columns, FileProblems
 from roll_core.data.prompts import worded
 from roll_core.errors import UserError
 from roll_core.seeds import derive_seed
@@ -18,10 +18,10 @@ BOXED = re.compile(r"\\boxed\s*\{")
 
 
 @dataclass(frozen=True)
-class Row:
+class SourceRow:
     """One problem as a file has it.
 
-    Example: Row(file="train", number=3, place="line 3 of /data/train.jsonl", values={"prompt": "6 x 7?", "answer": "42"})
+    Example: SourceRow(file="train", number=3, place="line 3 of /data/train.jsonl", values={"prompt": "6 x 7?", "answer": "42"})
     """
 
     file: str
@@ -30,14 +30,14 @@ class Row:
     values: Mapping[str, Any]
 
 
-ReadRows = Callable[[str, Path, Columns], Iterable[Row]]
+ReadRows = Callable[[str, Path, Columns], Iterable[SourceRow]]
 """The rows behind a path, which the config has under the key that is given, too: for sentences about what is wrong."""
 
 
-class FiledSource:
+class FileSource:
     """Problems to train on and problems to evaluate, all in memory."""
 
-    def __init__(self, config: FiledProblems, read_rows: ReadRows, seed: int):
+    def __init__(self, config: FileProblems, read_rows: ReadRows, seed: int):
         train, held_out = (
             _problems(key, path, read_rows(key, Path(path), config.columns), config)
             for key, path in (("problems.train", config.train), ("problems.held_out", config.held_out))
@@ -66,7 +66,7 @@ class FiledSource:
         return Demonstration(problem, problem.answer)
 
 
-def _problems(key: str, path: str, rows: Iterable[Row], config: FiledProblems) -> list[Problem]:
+def _problems(key: str, path: str, rows: Iterable[SourceRow], config: FileProblems) -> list[Problem]:
     """Every row as a problem; a bad one is named by its place."""
     problems = []
     for row in rows:
@@ -79,7 +79,7 @@ def _problems(key: str, path: str, rows: Iterable[Row], config: FiledProblems) -
     return problems
 
 
-def _problem_of(row: Row, config: FiledProblems) -> Problem:
+def _problem_of(row: SourceRow, config: FileProblems) -> Problem:
     columns = config.columns
     prompt, answer = (_value(row, column) for column in (columns.prompt, columns.answer))
     domain = (row.values.get("domain") or row.file) if columns.domain is None else _value(row, columns.domain)
@@ -88,7 +88,7 @@ def _problem_of(row: Row, config: FiledProblems) -> Problem:
     return Problem(f"{row.file}/{row.number}", str(domain), worded(config, question), extracted)
 
 
-def _value(row: Row, column: str) -> Any:
+def _value(row: SourceRow, column: str) -> Any:
     """What a row has under a column, or under the dotted parts of its name."""
     value: Any = row.values
     for part in (column,) if column in row.values else column.split("."):

@@ -5,16 +5,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from roll_core.config.problems import Columns, JsonlProblems
-from roll_core.data.file_source import FiledSource, Row
+from roll_core.data.file_source import FileSource, SourceRow
 from roll_core.errors import UserError
 
 
-class JsonlSource(FiledSource):
+class JsonlSource(FileSource):
     def __init__(self, config: JsonlProblems, seed: int):
         super().__init__(config, _rows, seed)
 
 
-def _rows(key: str, path: Path, columns: Columns) -> Iterator[Row]:
+def _rows(key: str, path: Path, columns: Columns) -> Iterator[SourceRow]:
     if not path.is_file():
         raise UserError(f"{key}: no such file {path}")
     for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -25,4 +25,4 @@ def _rows(key: str, path: Path, columns: Columns) -> Iterator[Row]:
             values = None
         if not isinstance(values, dict):
             raise UserError(f'{key}: {place} must be like {{"{columns.prompt}": "...", "{columns.answer}": "..."}}')
-        yield Row(path.stem, number, place, values)
+        yield SourceRow(path.stem, number, place, values)

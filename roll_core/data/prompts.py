@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from roll_core.config.problems import PROMPT, Worded
+from roll_core.config.problems import PROMPT, PromptTemplate
 from roll_core.types.trajectory import Message, Speaker
 
 
-def worded(wording: Worded, problem: str | Sequence[Message]) -> tuple[Message, ...]:
+def worded(wording: PromptTemplate, problem: str | Sequence[Message]) -> tuple[Message, ...]:
     """A problem as messages. The template is put around its text, or around the last message the user says."""
     messages = [Message(Speaker.USER, problem)] if isinstance(problem, str) else list(problem)
     asked = [place for place, message in enumerate(messages) if message.speaker is Speaker.USER]

@@ -4,13 +4,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from roll_core.config.rollout import InFlight
+from roll_core.config.rollout import InFlightPolicy
 from roll_core.inference.requests import Completion, GenerationRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from roll_core.weights.broadcast import Meeting
+    from roll_core.weights.broadcast import Rendezvous
     from roll_core.weights.buckets import Bucket
     from roll_core.weights.checks import WeightsCheck
 
@@ -22,12 +22,12 @@ class InferenceEngine(Protocol):
         """End requests now; their completions have what was generated and end with ABORTED. Unknown ids are ignored."""
         ...
 
-    async def begin_update(self, in_flight: InFlight) -> None:
+    async def begin_update(self, in_flight: InFlightPolicy) -> None:
         """Make way for new weights. What is being generated ends or waits, as the policy says; what has no slot yet waits,
         and begins with the new weights. An engine that sleeps takes back as much memory as weights need."""
         ...
 
-    async def join(self, meeting: "Meeting", rank: int) -> None:
+    async def join(self, meeting: "Rendezvous", rank: int) -> None:
         """Take part in the broadcasts of a group from now on, as this rank and, where an engine has several workers, the
         next ones; another group, if there was one, is left."""
         ...
@@ -37,7 +37,7 @@ class InferenceEngine(Protocol):
         ...
 
     async def finish_update(self, version: int, check: "WeightsCheck | None") -> None:
-        """Serve again, by these weights. Raises WeightsMismatch if they are not what the check says, and then serves nobody
+        """Serve again, by these weights. Raises WrongWeights if they are not what the check says, and then serves nobody
         until an update succeeds. Without a check they are taken as they came: for what never left the process."""
         ...
 
@@ -64,7 +64,7 @@ class WeightsUpdate:
     check: "WeightsCheck | None" = None
 
 
-async def adopt(engine: InferenceEngine, weights: WeightsUpdate, in_flight: InFlight) -> None:
+async def adopt(engine: InferenceEngine, weights: WeightsUpdate, in_flight: InFlightPolicy) -> None:
     """A whole update, for whoever holds weights and engine in one process."""
     from roll_core.weights.buckets import pack
 

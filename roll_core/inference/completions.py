@@ -9,7 +9,7 @@ from roll_core.types.trajectory import Ending
 
 
 @dataclass(eq=False)
-class Growing:
+class InFlightCompletion:
     request: GenerationRequest
     done: asyncio.Future[Completion]
     token_ids: list[int] = field(default_factory=list)

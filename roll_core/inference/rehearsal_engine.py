@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from roll_core.config.inference import RehearsalInference
-from roll_core.config.rollout import InFlight
+from roll_core.config.rollout import InFlightPolicy
 from roll_core.inference.randomness import uniforms
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.models.characters import VOCABULARY
@@ -23,7 +23,7 @@ from roll_core.seeds import derive_seed
 from roll_core.types.trajectory import Ending
 
 if TYPE_CHECKING:
-    from roll_core.weights.broadcast import Meeting
+    from roll_core.weights.broadcast import Rendezvous
     from roll_core.weights.buckets import Bucket
     from roll_core.weights.checks import WeightsCheck
 
@@ -34,10 +34,10 @@ _ROUNDING_S = 1e-9
 
 
 @dataclass(frozen=True)
-class Course:
+class GenerationPlan:
     """What becomes of a request that nobody interrupts.
 
-    Example: Course(arrivals_T=[0.5, 0.6, 0.7], ending=Ending.STOP)
+    Example: GenerationPlan(arrivals_T=[0.5, 0.6, 0.7], ending=Ending.STOP)
     """
 
     arrivals_T: np.ndarray
@@ -45,7 +45,7 @@ class Course:
     ending: Ending
 
 
-def course_of(latency: RehearsalInference, request: GenerationRequest) -> Course:
+def plan_generation(latency: RehearsalInference, request: GenerationRequest) -> GenerationPlan:
     """It depends on the request's seed and prefix alone. Without stop tokens a completion cannot end by itself."""
     have, most = len(request.prefix_ids), request.max_new_tokens
     (length,) = _lognormals(derive_seed(request.seed, "length"), latency.median_tokens, latency.sigma, 1)
@@ -55,7 +55,7 @@ def course_of(latency: RehearsalInference, request: GenerationRequest) -> Course
     for place, seconds in _waits(latency, request.seed, total):
         if place >= have:
             arrivals_T[place - have :] += seconds
-    return Course(arrivals_T, Ending.STOP if natural <= most else Ending.LENGTH)
+    return GenerationPlan(arrivals_T, Ending.STOP if natural <= most else Ending.LENGTH)
 
 
 def _waits(latency: RehearsalInference, seed: int, total: int) -> list[tuple[int, float]]:
@@ -78,7 +78,7 @@ class _Sequence:
     """A request on its way: waiting until it has a slot, then done when its timer goes off."""
 
     request: GenerationRequest
-    course: Course
+    course: GenerationPlan
     done: asyncio.Future[Completion]
     started: float = 0.0
     timer: asyncio.TimerHandle | None = None
@@ -139,7 +139,7 @@ class RehearsalEngine:
 
     async def generate(self, request: GenerationRequest) -> Completion:
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        sequence = _Sequence(request, course_of(self._latency, request), done)
+        sequence = _Sequence(request, plan_generation(self._latency, request), done)
         self._waiting.append(sequence)
         self._fill_slots()
         try:
@@ -150,17 +150,17 @@ class RehearsalEngine:
     async def abort(self, *request_ids: str) -> None:
         self._interrupt([s for s in [*self._waiting, *self._running] if s.request.request_id in request_ids])
 
-    async def begin_update(self, in_flight: InFlight) -> None:
+    async def begin_update(self, in_flight: InFlightPolicy) -> None:
         self._admitting = False
         match in_flight:
-            case InFlight.FINISH:
+            case InFlightPolicy.FINISH:
                 await asyncio.gather(*(s.done for s in self._running), return_exceptions=True)
-            case InFlight.RESUME:
+            case InFlightPolicy.RESUME:
                 self._interrupt(list(self._running))
-            case InFlight.CONTINUE:
+            case InFlightPolicy.CONTINUE:
                 pass
 
-    async def join(self, meeting: "Meeting", rank: int) -> None:
+    async def join(self, meeting: "Rendezvous", rank: int) -> None:
         raise NotImplementedError("a broadcast needs engines with a model: a config that asks for this is refused")
 
     async def load(self, bucket: "Bucket") -> None:

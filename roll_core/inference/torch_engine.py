@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from roll_core.config.model import ModelConfig
-from roll_core.config.rollout import InFlight
-from roll_core.errors import WeightsMismatch
-from roll_core.inference.completions import Growing, refuse_what_cannot_be
+from roll_core.config.rollout import InFlightPolicy
+from roll_core.errors import WrongWeights
+from roll_core.inference.completions import InFlightCompletion, refuse_what_cannot_be
 from roll_core.inference.expert_recorder import ExpertRecorder
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.sampling import draw
@@ -24,7 +24,7 @@ from roll_core.models.causal_lm import build_model
 from roll_core.models.checkpoint_names import as_checkpoint
 from roll_core.types.routing import RoutedExperts
 from roll_core.types.trajectory import Ending
-from roll_core.weights.broadcast import Meeting, Receiver
+from roll_core.weights.broadcast import Rendezvous, Receiver
 from roll_core.weights.buckets import BroadcastBucket, Bucket, DeviceBucket, WeightsBucket, cut, unpack
 from roll_core.weights.checks import WeightsCheck
 
@@ -33,7 +33,7 @@ PREFILL_TOKENS = 32_768
 context of its own: at once, their keys and values would need the room of a second cache."""
 
 
-class _Sequence(Growing):
+class _Sequence(InFlightCompletion):
     """A request on its way: waiting until it has a slot, then growing a token a step."""
 
     def __init__(self, request: GenerationRequest, done: "asyncio.Future[Completion]", recorder: ExpertRecorder | None):
@@ -139,22 +139,22 @@ class TorchEngine:
         self._waiting = deque(s for s in self._waiting if not s.done.done())
         self._drop_finished()
 
-    async def begin_update(self, in_flight: InFlight) -> None:
+    async def begin_update(self, in_flight: InFlightPolicy) -> None:
         await self.wake()
         self._admitting = False
         match in_flight:
-            case InFlight.FINISH:
+            case InFlightPolicy.FINISH:
                 await asyncio.gather(*(s.done for s in self._running))
-            case InFlight.RESUME:
+            case InFlightPolicy.RESUME:
                 for sequence in self._running:
                     sequence.finish(Ending.ABORTED)
                 self._drop_finished()
-            case InFlight.CONTINUE:
+            case InFlightPolicy.CONTINUE:
                 pass
         self._changing = True
         self._missing = set(self._parameters)
 
-    async def join(self, meeting: Meeting, rank: int) -> None:
+    async def join(self, meeting: Rendezvous, rank: int) -> None:
         if self._receiver is not None:
             self._receiver.close()
         self._receiver = await asyncio.to_thread(Receiver, meeting, rank, self._device)
@@ -173,11 +173,11 @@ class TorchEngine:
 
     async def finish_update(self, version: int, check: WeightsCheck | None) -> None:
         if self._missing:
-            raise WeightsMismatch(f"weights version {version} lacks {', '.join(sorted(self._missing))}")
+            raise WrongWeights(f"weights version {version} lacks {', '.join(sorted(self._missing))}")
         for sample in check.samples if check else ():
             held = self._parameters[sample.name][..., list(sample.columns)]
             if not torch.equal(held, sample.values.to(held)):
-                raise WeightsMismatch(f"weights version {version} differs from the trainer's: {sample.name}")
+                raise WrongWeights(f"weights version {version} differs from the trainer's: {sample.name}")
         self._version = version
         self._admitting, self._changing = True, False
         self._ensure_stepping()

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from roll_core.config.model import ModelConfig, PretrainedModel, ScratchModel
 from roll_core.models import characters
 from roll_core.models.causal_lm import scratch_config
-from roll_core.models.tensor_files import ALONE, SHARD_BYTES, Turn, write_tensors
+from roll_core.models.tensor_files import ALONE, SHARD_BYTES, WriterRank, write_tensors
 
 GENERATION = "generation_config.json"
 MESSAGES_AS_THEY_ARE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -27,7 +27,7 @@ def write_folder(
     weights: Iterable[tuple[str, Tensor]],
     folder: Path,
     shard_bytes: int = SHARD_BYTES,
-    turn: Turn = ALONE,
+    turn: WriterRank = ALONE,
 ) -> None:
     """Write full tensors by Hugging Face name, as precise as they come, and what belongs to the model they are of.
 

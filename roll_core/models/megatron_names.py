@@ -30,45 +30,45 @@ class Rows(Enum):
 
 
 @dataclass(frozen=True)
-class Made:
+class RowMapping:
     """Of which Hugging Face tensors, each as tall as the others but queries, a Megatron tensor is made."""
 
     of: tuple[str, ...]
     rows: Rows = Rows.IN_TURN
 
 
-Table = dict[str, Made]
+Table = dict[str, RowMapping]
 """By Megatron's name; both names without the layer, in the order that Hugging Face has them in a layer."""
 
-_EMBEDDING: Table = {"embedding.word_embeddings.weight": Made(("model.embed_tokens.weight",), Rows.PADDED)}
+_EMBEDDING: Table = {"embedding.word_embeddings.weight": RowMapping(("model.embed_tokens.weight",), Rows.PADDED)}
 _OUTPUT: Table = {
-    "decoder.final_layernorm.weight": Made(("model.norm.weight",)),
-    "output_layer.weight": Made(("lm_head.weight",), Rows.PADDED),
+    "decoder.final_layernorm.weight": RowMapping(("model.norm.weight",)),
+    "output_layer.weight": RowMapping(("lm_head.weight",), Rows.PADDED),
 }
 _ATTENTION: Table = {
-    "self_attention.linear_qkv.weight": Made(
+    "self_attention.linear_qkv.weight": RowMapping(
         ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"), Rows.BY_KEY_HEAD
     ),
-    "self_attention.linear_proj.weight": Made(("self_attn.o_proj.weight",)),
+    "self_attention.linear_proj.weight": RowMapping(("self_attn.o_proj.weight",)),
 }
 _HEAD_NORMS: Table = {
-    "self_attention.q_layernorm.weight": Made(("self_attn.q_norm.weight",)),
-    "self_attention.k_layernorm.weight": Made(("self_attn.k_norm.weight",)),
+    "self_attention.q_layernorm.weight": RowMapping(("self_attn.q_norm.weight",)),
+    "self_attention.k_layernorm.weight": RowMapping(("self_attn.k_norm.weight",)),
 }
 _DENSE: Table = {
-    "mlp.linear_fc1.weight": Made(("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-    "mlp.linear_fc2.weight": Made(("mlp.down_proj.weight",)),
+    "mlp.linear_fc1.weight": RowMapping(("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+    "mlp.linear_fc2.weight": RowMapping(("mlp.down_proj.weight",)),
 }
 _EXPERTS: Table = {
-    "mlp.experts.experts.linear_fc1.weight": Made(
+    "mlp.experts.experts.linear_fc1.weight": RowMapping(
         ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight")
     ),
-    "mlp.experts.experts.linear_fc2.weight": Made(("mlp.experts.{expert}.down_proj.weight",)),
-    "mlp.router.weight": Made(("mlp.gate.weight",)),
+    "mlp.experts.experts.linear_fc2.weight": RowMapping(("mlp.experts.{expert}.down_proj.weight",)),
+    "mlp.router.weight": RowMapping(("mlp.gate.weight",)),
 }
 _NORMS: Table = {
-    "self_attention.linear_qkv.layer_norm_weight": Made(("input_layernorm.weight",)),
-    "mlp.linear_fc1.layer_norm_weight": Made(("post_attention_layernorm.weight",)),
+    "self_attention.linear_qkv.layer_norm_weight": RowMapping(("input_layernorm.weight",)),
+    "mlp.linear_fc1.layer_norm_weight": RowMapping(("post_attention_layernorm.weight",)),
 }
 _ALSO = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -121,7 +121,7 @@ class MegatronNames:
             case Rows.PADDED:
                 return (Part(0, min(num_rows, self._config.vocab_size), names[0], 0),)
 
-    def _made(self, key: str, index: tuple[int, ...]) -> tuple[Made, int | None, int | None]:
+    def _made(self, key: str, index: tuple[int, ...]) -> tuple[RowMapping, int | None, int | None]:
         """What a key means, of which layer and of which expert."""
         if key in self._ends:
             return self._ends[key], None, None

@@ -81,18 +81,18 @@ class TensorFiles:
         return self._mapped[1]
 
 
-class Turn(NamedTuple):
+class WriterRank(NamedTuple):
     """Which of several that write a folder together this one is. All see all tensors, and write shards in turn."""
 
     number: int
     of: int
 
 
-ALONE = Turn(0, 1)
+ALONE = WriterRank(0, 1)
 
 
 def write_tensors(
-    tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int = SHARD_BYTES, turn: Turn = ALONE
+    tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int = SHARD_BYTES, turn: WriterRank = ALONE
 ) -> torch.dtype:
     """Shards of bounded size and, if there are several, their index; answers what numbers they hold."""
     folder.mkdir(parents=True, exist_ok=True)

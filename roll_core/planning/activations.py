@@ -8,7 +8,7 @@ GPU. h: hidden, q: all queries, k: all keys, i: inside the MLP.
 from roll_core.config.model import ModelShape
 from roll_core.config.run import RunConfig
 from roll_core.config.training.layout import LayoutConfig
-from roll_core.config.training.training import Packing, Precision, TrainingBackend
+from roll_core.config.training.training import Packing, Precision, BackendKind
 
 IMBALANCE = 1.25
 """Tokens of the busiest rank of those that share out experts, by the mean. A guess, until routers of real runs were seen."""
@@ -17,11 +17,11 @@ IMBALANCE = 1.25
 def kept_bytes_of_a_layer(config: RunConfig, shape: ModelShape) -> float:
     """On one rank, for each token of a micro-batch that it takes part in, if nothing is computed again."""
     match config.training.backend:
-        case TrainingBackend.TORCH if config.training.compile:
+        case BackendKind.TORCH if config.training.compile:
             return _compiled(config, shape)
-        case TrainingBackend.TORCH:
+        case BackendKind.TORCH:
             return _step_by_step(config, shape)
-        case TrainingBackend.MEGATRON:
+        case BackendKind.MEGATRON:
             return _by_megatron(config, shape, config.training.layout)
 
 
@@ -35,7 +35,7 @@ def masked_tokens(config: RunConfig) -> int:
     """Tokens of a row that attention masks, 0 if it needs none. It turns what is true and false into numbers, in each layer:
     for every token as many as its row has."""
     training = config.training
-    if training.backend is TrainingBackend.MEGATRON and training.packing is Packing.NONE and training.layout.context == 1:
+    if training.backend is BackendKind.MEGATRON and training.packing is Packing.NONE and training.layout.context == 1:
         return 0  # a row is one sequence, and whole
     return training.row_tokens or config.model.max_positions
 

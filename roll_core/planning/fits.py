@@ -6,7 +6,7 @@ from roll_core.config.inference import VllmInference
 from roll_core.config.model import ModelShape
 from roll_core.config.run import RunConfig
 from roll_core.config.training.layout import LayoutConfig
-from roll_core.config.training.training import TrainingBackend
+from roll_core.config.training.training import BackendKind
 from roll_core.errors import UserError
 from roll_core.planning.memory import GpuMemory, engine_memory, gpu_memory, trainer_memory
 from roll_core.planning.proposals import nearest_that_fits
@@ -36,7 +36,7 @@ def check_memory(config: RunConfig, shape: ModelShape, device_gb: float) -> None
 
 
 def _what_would_fit(config: RunConfig, shape: ModelShape, gpu: GpuMemory, device_gb: float) -> str:
-    if config.training.backend is TrainingBackend.MEGATRON:
+    if config.training.backend is BackendKind.MEGATRON:
         nearest = nearest_that_fits(config, shape, device_gb)
         if nearest is not None:
             changed = changes(config, nearest.layout, nearest.recomputes)
@@ -48,7 +48,7 @@ def _what_would_fit(config: RunConfig, shape: ModelShape, gpu: GpuMemory, device
         if most >= max(1024, config.model.max_positions)
         else "give placement.trainer more devices"
     )
-    if config.training.backend is TrainingBackend.TORCH and len(config.placement.trainer) > 1:
+    if config.training.backend is BackendKind.TORCH and len(config.placement.trainer) > 1:
         help += ", or set training.backend=megatron, which shares out layers and tokens, too"
     return help + ("" if config.training.activation_checkpointing else ", or set training.activation_checkpointing=true")
 

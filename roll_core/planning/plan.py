@@ -11,7 +11,7 @@ from roll_core.config.operations.services import LegsConfig
 from roll_core.config.rollout import RolloutConfig
 from roll_core.config.run import RunConfig
 from roll_core.config.training.layout import LayoutConfig
-from roll_core.config.training.training import TrainingBackend
+from roll_core.config.training.training import BackendKind
 from roll_core.planning.fits import changes
 from roll_core.planning.memory import device_memory_gb, engine_memory, gpu_memory, trainer_memory
 from roll_core.planning.model_shape import parameters_of, shape_of
@@ -38,7 +38,7 @@ def describe_plan(config: RunConfig) -> list[PlanSection]:
     device_gb = device_memory_gb(config.cluster)
     sections = [*plain, _weights(config, shape), _memory(config, shape, device_gb)]
     if device_gb is not None:
-        is_megatron = config.training.backend is TrainingBackend.MEGATRON
+        is_megatron = config.training.backend is BackendKind.MEGATRON
         proposals = propose(config, shape, device_gb) if is_megatron else []
         sections = [_in_short(config, shape, device_gb, proposals), *sections]
         if is_megatron:
@@ -65,7 +65,7 @@ def _in_short(config: RunConfig, shape: ModelShape, device_gb: float, proposals:
             f"prompts of {prompt:,.0f} and completions of {completion:,.0f} tokens on average; cluster.speed",
         ),
     ]
-    if config.training.backend is TrainingBackend.MEGATRON:
+    if config.training.backend is BackendKind.MEGATRON:
         layout, ranks = config.training.layout, len(config.placement.trainer)
         sizes = f"{describe_layout(layout)}, data {layout.data(ranks)}"
         rows.insert(1, ("layout", f"{sizes}: {_compared(config, time.update.total, proposals)}"))
@@ -197,7 +197,7 @@ def _devices(devices: tuple[int, ...]) -> str:
 def _arithmetic(config: RunConfig) -> PlanSection:
     rollout, training = config.rollout, config.training
     per_step = rollout.num_trajectories // training.optimizer_steps
-    copy = "rank" if training.backend is TrainingBackend.TORCH else "copy of it"
+    copy = "rank" if training.backend is BackendKind.TORCH else "copy of it"
     return PlanSection(
         "batch arithmetic",
         (

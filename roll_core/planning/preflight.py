@@ -7,11 +7,11 @@ from roll_core.config.algorithm.methods import Distillation
 from roll_core.config.algorithm.teachers import PretrainedTeacher, RunTeacher, TeacherConfig
 from roll_core.config.inference import VllmInference
 from roll_core.config.model import PretrainedModel
-from roll_core.config.operations.legs import SlurmLauncher
+from roll_core.config.operations.legs import SlurmLauncherConfig
 from roll_core.config.operations.placement import DeviceKind
 from roll_core.config.run import RunConfig
 from roll_core.config.training.lora import IN_ATTENTION
-from roll_core.config.training.training import TrainingBackend
+from roll_core.config.training.training import BackendKind
 from roll_core.data.problem_source import build_source
 from roll_core.errors import UserError
 from roll_core.extras import Extra, require
@@ -34,7 +34,7 @@ def check_ready(config: RunConfig) -> None:
     if isinstance(config.model, PretrainedModel):
         _check_model("model.path", Path(config.model.path))
         _check_shape(config.model)
-    if config.training.backend is TrainingBackend.MEGATRON:
+    if config.training.backend is BackendKind.MEGATRON:
         require("megatron", Extra.MEGATRON, "training.backend megatron")
     check_layout(config)
     check_experts(config)
@@ -79,7 +79,7 @@ def _check_shape(model: PretrainedModel) -> None:
 
 def _check_devices(config: RunConfig) -> None:
     cluster = config.cluster
-    if isinstance(config.legs.launcher, SlurmLauncher):
+    if isinstance(config.legs.launcher, SlurmLauncherConfig):
         if shutil.which("sbatch") is None:
             raise UserError("legs.launcher.kind slurm: there is no sbatch here: run this on a login node of the cluster")
         return
@@ -110,7 +110,7 @@ def check_layout(config: RunConfig) -> None:
     shape = shape_of(config.model)
     if shape is None:
         return
-    if config.training.backend is TrainingBackend.MEGATRON:
+    if config.training.backend is BackendKind.MEGATRON:
         check_divides(config.training.layout, shape)
     if isinstance(config.inference, VllmInference):
         check_divisible(shape.heads, shape.kv_heads, config.inference.tensor_parallel)

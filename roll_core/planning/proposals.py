@@ -7,7 +7,7 @@ from itertools import product
 from roll_core.config.model import ModelShape
 from roll_core.config.run import RunConfig
 from roll_core.config.training.layout import LayoutConfig
-from roll_core.config.training.training import TrainingBackend
+from roll_core.config.training.training import BackendKind
 from roll_core.planning.layout_checks import tensor_divides
 from roll_core.planning.memory import ASLEEP_GB, PROCESS_GB, TrainerMemory, trainer_memory
 from roll_core.planning.time_model import UpdateTime, update_time
@@ -56,7 +56,7 @@ def nearest_that_fits(config: RunConfig, shape: ModelShape, device_gb: float) ->
 
 
 def with_layout(config: RunConfig, layout: LayoutConfig, recomputes: bool) -> RunConfig:
-    changed = {"backend": TrainingBackend.MEGATRON, "layout": layout, "activation_checkpointing": recomputes}
+    changed = {"backend": BackendKind.MEGATRON, "layout": layout, "activation_checkpointing": recomputes}
     return config.model_copy(update={"training": config.training.model_copy(update=changed)})
 
 

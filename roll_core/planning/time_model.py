@@ -11,7 +11,7 @@ from roll_core.config.model import ModelShape
 from roll_core.config.operations.placement import ClusterConfig
 from roll_core.config.run import RunConfig
 from roll_core.config.training.layout import LayoutConfig
-from roll_core.config.training.training import Packing, Precision, TrainingBackend
+from roll_core.config.training.training import Packing, Precision, BackendKind
 from roll_core.planning.activations import IMBALANCE, masked_tokens
 from roll_core.planning.memory import cache_bytes_of_a_token, engine_memory
 from roll_core.planning.model_shape import layer_parameters, parameters_of
@@ -92,7 +92,7 @@ def sync_bytes(config: RunConfig, shape: ModelShape) -> int:
 
 def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Weights and Adam's moments in float32; the megatron backend stores the weights as they are used, too."""
-    halves = config.training.backend is TrainingBackend.MEGATRON and config.training.precision is Precision.BFLOAT16
+    halves = config.training.backend is BackendKind.MEGATRON and config.training.precision is Precision.BFLOAT16
     num_models = 2 if config.algorithm.has_critic else 1
     return num_models * (14 if halves else 12) * parameters_of(shape).total
 
@@ -105,9 +105,9 @@ def update_time(config: RunConfig, shape: ModelShape) -> UpdateTime:
     micro_batches = max(1, math.ceil(on_a_copy / config.training.micro_batch_tokens))
     steps = config.training.steps_per_iteration
     match config.training.backend:
-        case TrainingBackend.TORCH:
+        case BackendKind.TORCH:
             return _torch_time(config, shape, on_a_copy / micro_batches, micro_batches, steps)
-        case TrainingBackend.MEGATRON:
+        case BackendKind.MEGATRON:
             return _megatron_time(config, shape, on_a_copy / micro_batches, micro_batches, steps)
 
 

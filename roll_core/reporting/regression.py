@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, median
 
-from roll_core.config.operations.nightly import Reference, Tolerances
+from roll_core.config.operations.nightly import ReferenceRun, Tolerances
 from roll_core.config.run import RunConfig, flat_config
 from roll_core.types.manifest import Manifest, Metrics
-from roll_core.types.regression import Comparison, Measured, Origin, Outcome, Verdict, settings_of
+from roll_core.types.regression import Comparison, Measured, Origin, ComparisonOutcome, Verdict, settings_of
 
 DIGITS_OF_DIGEST = 8
 MAX_DIGESTS = 500
@@ -61,7 +61,7 @@ def _speed(chain: Sequence[Manifest]) -> Metrics:
     return {"throughput/tokens_per_second": median(m.metrics["throughput/tokens_per_second"] for m in steady)} | seconds
 
 
-def judge(measured: Measured, accepted: Sequence[Measured], reference: Reference, tolerances: Tolerances) -> Verdict:
+def judge(measured: Measured, accepted: Sequence[Measured], reference: ReferenceRun, tolerances: Tolerances) -> Verdict:
     """Compare a run with the accepted ones, the oldest first."""
     comparisons = [
         comparison
@@ -108,7 +108,7 @@ def compare_with_all(
     if len(values) < needed:
         where = " on this kind of machine" if is_speed(quantity) else ""
         too_few = f"with {len(values)} accepted runs{where} of {needed} needed to judge it"
-        return [Comparison(quantity=quantity, value=value, against=too_few, outcome=Outcome.NOT_JUDGED)]
+        return [Comparison(quantity=quantity, value=value, against=too_few, outcome=ComparisonOutcome.NOT_JUDGED)]
     recent, oldest = values[-tolerances.recent :], values[: tolerances.oldest]
     found = [compare(quantity, value, recent, f"the last {len(recent)}", tolerances)]
     if len(values) > len(oldest):
@@ -124,11 +124,11 @@ def compare(
     tolerated = max(tolerances.sigmas * robust_sigma(accepted), least_difference(quantity, centre, tolerances))
     gain = math.nan if value is None else (centre - value if quantity.startswith("seconds/") else value - centre)
     if gain > tolerated:
-        outcome = Outcome.BETTER
+        outcome = ComparisonOutcome.BETTER
     elif gain >= -tolerated:
-        outcome = Outcome.AS_BEFORE
+        outcome = ComparisonOutcome.AS_BEFORE
     else:  # also where gain is not a number
-        outcome = Outcome.WORSE
+        outcome = ComparisonOutcome.WORSE
     return Comparison(quantity=quantity, value=value, against=against, centre=centre, tolerated=tolerated, outcome=outcome)
 
 
@@ -158,7 +158,7 @@ def least_difference(quantity: str, centre: float, tolerances: Tolerances) -> fl
             return tolerances.speed * centre
 
 
-def _below_fixed_limits(measured: Measured, reference: Reference) -> list[str]:
+def _below_fixed_limits(measured: Measured, reference: ReferenceRun) -> list[str]:
     values = {name: measured.quantities.get(name, math.nan) for name in reference.at_least}
     return [
         f"{name} is {values[name]:.4g}, at least {limit:.4g} is expected"
@@ -167,7 +167,7 @@ def _below_fixed_limits(measured: Measured, reference: Reference) -> list[str]:
     ]
 
 
-def _unrepeated(measured: Measured, accepted: Sequence[Measured], reference: Reference) -> list[str]:
+def _unrepeated(measured: Measured, accepted: Sequence[Measured], reference: ReferenceRun) -> list[str]:
     """The newest accepted run that this one should equal, if it does not."""
     twins = [run for run in accepted if run.settings == measured.settings and run.origin == measured.origin]
     if not reference.reproducible or not twins or twins[-1].weights == measured.weights:
@@ -230,5 +230,5 @@ def sentence(verdict: Verdict) -> str:
     """Example: quickstart-12: regression: accuracy/last is 0.71, the median of the last 12 accepted runs 0.96, ..."""
     if verdict.is_regression:
         return f"{verdict.run_id}: regression: {'; '.join(verdict.reasons)}"
-    judged = [c for c in verdict.comparisons if c.outcome is not Outcome.NOT_JUDGED]
+    judged = [c for c in verdict.comparisons if c.outcome is not ComparisonOutcome.NOT_JUDGED]
     return f"{verdict.run_id}: accepted; {len(judged)} comparisons, none worse; {verdict.remarks[0]}"

@@ -4,7 +4,7 @@ import logging
 
 from roll_core.config.problems import MathVerify
 from roll_core.extras import Extra, require
-from roll_core.rewards.subprocess_grader import Grade, OwnProcessGrader
+from roll_core.rewards.subprocess_grader import Grade, SubprocessGrader
 from roll_core.types.trajectory import Problem, Score, Trajectory
 
 NO_LIMIT = 0
@@ -14,7 +14,7 @@ NO_LIMIT = 0
 class MathVerifyReward:
     def __init__(self, config: MathVerify):
         require("math_verify", Extra.MATH, "reward.kind math_verify")
-        self._grader = OwnProcessGrader(config.kind, "roll_core.rewards.math_verify", config)
+        self._grader = SubprocessGrader(config.kind, "roll_core.rewards.math_verify", config)
 
     async def __call__(self, problem: Problem, trajectory: Trajectory) -> Score:
         return await self._grader.grade(problem, {"expected": problem.answer, "given": trajectory.turns[-1].text})

@@ -10,7 +10,7 @@ from roll_core.config.problems import ReasoningGym
 from roll_core.data.reasoning_gym import generate, generator
 from roll_core.errors import RewardError
 from roll_core.extras import Extra, require
-from roll_core.rewards.subprocess_grader import Grade, OwnProcessGrader
+from roll_core.rewards.subprocess_grader import Grade, SubprocessGrader
 from roll_core.types.trajectory import Problem, Score, Trajectory
 
 
@@ -18,7 +18,7 @@ class ReasoningGymReward:
     def __init__(self, config: ReasoningGym):
         require("reasoning_gym", Extra.MATH, "reward.kind reasoning_gym")
         self._tag = config.tag
-        self._grader = OwnProcessGrader(config.kind, "roll_core.rewards.reasoning_gym", config)
+        self._grader = SubprocessGrader(config.kind, "roll_core.rewards.reasoning_gym", config)
 
     async def __call__(self, problem: Problem, trajectory: Trajectory) -> Score:
         if not problem.recipe:

@@ -17,7 +17,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
 
-from roll_core.config.problems import OwnProcess
+from roll_core.config.problems import SubprocessGrading
 from roll_core.errors import RewardError, one_line
 from roll_core.types.trajectory import Problem, Score
 
@@ -34,10 +34,10 @@ LONGEST_LINE = 2**24
 """Bytes; an answer is a few dozen, unless it says at length what went wrong."""
 
 
-class OwnProcessGrader:
+class SubprocessGrader:
     """Grades with one module in up to `config.processes` processes; one that fails is replaced."""
 
-    def __init__(self, reward: str, module: str, config: OwnProcess):
+    def __init__(self, reward: str, module: str, config: SubprocessGrading):
         self._reward, self._module, self._config = reward, module, config
         self._idle: list[Process] = []
         self._turns = asyncio.Semaphore(config.processes)

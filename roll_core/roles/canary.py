@@ -28,14 +28,14 @@ PROBE = b"roll" * 2**18
 
 
 @dataclass(frozen=True)
-class Question:
+class CanaryRequest:
     folders: tuple[Path, ...]
     free_gigabytes: float
     num_gpus: int
 
 
 @dataclass(frozen=True)
-class Answer:
+class CanaryReply:
     """What a node says of itself. `meeting_point` is where others could meet it: tcp://10.0.0.7:41234"""
 
     node: str
@@ -45,7 +45,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Member:
+class CollectiveMember:
     """A node in a collective."""
 
     node: str
@@ -57,7 +57,7 @@ def check_nodes(cluster: ClusterConfig, nodes: NodesConfig, work_dir: Path) -> N
     """Raise NodeUnfit, which names every node that is not fit and why."""
     on_gpu = cluster.device is DeviceKind.CUDA
     num_gpus = cluster.devices_per_node if on_gpu else 0
-    question = Question((work_dir, Path(tempfile.gettempdir())), nodes.free_gigabytes, num_gpus)
+    question = CanaryRequest((work_dir, Path(tempfile.gettempdir())), nodes.free_gigabytes, num_gpus)
     if cluster.nodes == 1 and not on_gpu:
         unfit = {node_name(): troubles} if (troubles := disk_troubles(question)) else {}
     else:
@@ -73,7 +73,7 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def ask_nodes(question: Question, nodes: NodesConfig) -> tuple[dict[str, list[str]], list[Member]]:
+def ask_nodes(question: CanaryRequest, nodes: NodesConfig) -> tuple[dict[str, list[str]], list[CollectiveMember]]:
     """What is wrong, by node, and all that answered."""
     asked_at = time.time()
     unfit: dict[str, list[str]] = {}
@@ -94,28 +94,28 @@ def ask_nodes(question: Question, nodes: NodesConfig) -> tuple[dict[str, list[st
             unfit[host] = [f"no answer within {nodes.canary_seconds:.0f} s (nodes.canary_seconds)"]
             continue
         try:
-            answer: Answer = ray.get(ref)
+            answer: CanaryReply = ray.get(ref)
         except ray.exceptions.RayError as error:
             unfit[host] = [one_line(error)]
             continue
         troubles = [*answer.troubles, *clock_troubles(asked_at, answered_at, answer.clock, nodes.clock_seconds)]
         if troubles:
             unfit[answer.node] = troubles
-        members.append(Member(answer.node, answer.meeting_point, options))
+        members.append(CollectiveMember(answer.node, answer.meeting_point, options))
     return unfit, members
 
 
-def examine(question: Question) -> Answer:
+def examine(question: CanaryRequest) -> CanaryReply:
     """On the node itself."""
     clock = time.time()
     troubles = (*disk_troubles(question), *(gpu_troubles(question.num_gpus) if question.num_gpus else ()))
     with socket.socket() as probe:
         probe.bind(("", 0))
         meeting_point = f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
-    return Answer(node_name(), clock, tuple(troubles), meeting_point)
+    return CanaryReply(node_name(), clock, tuple(troubles), meeting_point)
 
 
-def disk_troubles(question: Question) -> list[str]:
+def disk_troubles(question: CanaryRequest) -> list[str]:
     """Folders that cannot be written to, read back, or are all but full."""
     troubles = []
     for folder in question.folders:
@@ -160,7 +160,7 @@ def gpu_troubles(num_gpus: int) -> list[str]:
     return troubles
 
 
-def unmet(members: Sequence[Member], meet: Callable[[Sequence[Member]], str]) -> dict[str, list[str]]:
+def unmet(members: Sequence[CollectiveMember], meet: Callable[[Sequence[CollectiveMember]], str]) -> dict[str, list[str]]:
     """Whom a collective of all fails for: whoever fails with the first alone; the first, if all do; all, if none does."""
     trouble = meet(members)
     if not trouble:
@@ -172,7 +172,7 @@ def unmet(members: Sequence[Member], meet: Callable[[Sequence[Member]], str]) ->
     return {node: [f"collective: {said}"] for node, said in (found or {m.node: trouble for m in members}).items()}
 
 
-def meet(members: Sequence[Member], backend: str, deadline_s: float) -> str:
+def meet(members: Sequence[CollectiveMember], backend: str, deadline_s: float) -> str:
     """An all-reduce among nodes; what went wrong with it, or nothing."""
     refs = [
         ray.remote(max_calls=1)(all_reduce)  # what a collective left in its process goes with it

@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 
 from roll_core.errors import one_line
 from roll_core.roles.ray_cluster import elastic_nodes
-from roll_core.roles.ray_weights import Bucketed
+from roll_core.roles.ray_weights import RayWeights
 from roll_core.types.refs import WeightsRef
 
 STARTS = 3
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 Make = Callable[[str], ActorHandle]
 """An engine on a node, by Ray's id of it."""
-Held = Callable[[int], Bucketed | WeightsRef]
+WeightsGetter = Callable[[int], RayWeights | WeightsRef]
 """The weights of a version, as somebody takes them over who has none."""
 
 
 @dataclass
-class _Recruit:
+class _StartingEngine:
     """An engine on its way into the workforce."""
 
     node: str
@@ -45,15 +45,15 @@ class ElasticEngines:
         self._make = make
         self._devices_each = devices_each
         self._first_number = first_number
-        self._recruits: dict[str, _Recruit] = {}
+        self._recruits: dict[str, _StartingEngine] = {}
         self._node_of: dict[str, str] = {}
         """Engines that belong to the workforce."""
         self._starts: Counter[str] = Counter()
 
-    def look(self, version: int, held: Held) -> dict[str, ActorHandle]:
+    def look(self, version: int, held: WeightsGetter) -> dict[str, ActorHandle]:
         """Engines that have come to belong to the workforce, by name: they have these weights."""
         self._start_on_new_nodes()
-        weights: Bucketed | WeightsRef | None = None
+        weights: RayWeights | WeightsRef | None = None
         enlisted = {}
         for name, recruit in list(self._recruits.items()):
             if not ray.wait([recruit.doing], timeout=0)[0] or self._has_failed(name, recruit):
@@ -79,10 +79,10 @@ class ElasticEngines:
             taken = self._node_of.keys() | self._recruits.keys()
             name = next(name for name in map("engine {}".format, count(self._first_number)) if name not in taken)
             actor = self._make(node)
-            self._recruits[name] = _Recruit(node, actor, actor.start.remote())
+            self._recruits[name] = _StartingEngine(node, actor, actor.start.remote())
             self._starts[node] += 1
 
-    def _has_failed(self, name: str, recruit: _Recruit) -> bool:
+    def _has_failed(self, name: str, recruit: _StartingEngine) -> bool:
         try:
             ray.get(recruit.doing)
         except ray.exceptions.RayError as error:  # whatever is wrong there: the run does without it

@@ -14,13 +14,13 @@ from roll_core.errors import EngineDied
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.streaming import as_they_finish
 from roll_core.roles.process import settle
-from roll_core.roles.ray_weights import Bucketed
+from roll_core.roles.ray_weights import RayWeights
 from roll_core.store.object_store import ObjectStore
 from roll_core.types.refs import WeightsRef
 
 if TYPE_CHECKING:
     from roll_core.inference.base import InferenceEngine
-    from roll_core.weights.broadcast import Meeting
+    from roll_core.weights.broadcast import Rendezvous
     from roll_core.weights.buckets import BroadcastBucket, DeviceBucket, WeightsBucket
     from roll_core.weights.checks import WeightsCheck
     from roll_core.weights.stored import WeightsReader
@@ -59,12 +59,12 @@ class EngineRole:
         with _one_life():
             await self._engine.abort(*request_ids)
 
-    async def adopt(self, weights: Bucketed | WeightsRef) -> int:
+    async def adopt(self, weights: RayWeights | WeightsRef) -> int:
         """Take over weights that wait in memory or in the store; answers their size in bytes. They are fetched before
         anything has to wait for them."""
         buckets: Iterable[WeightsBucket]
         match weights:
-            case Bucketed():
+            case RayWeights():
                 buckets, check = [await bucket for bucket in weights.buckets], await weights.check
             case WeightsRef():
                 await asyncio.to_thread(self._reader.fetch, weights)
@@ -82,7 +82,7 @@ class EngineRole:
         with _one_life():
             await self._engine.begin_update(self._config.rollout.in_flight)
 
-    async def join(self, meeting: "Meeting", rank: int) -> None:
+    async def join(self, meeting: "Rendezvous", rank: int) -> None:
         with _one_life():
             await self._engine.join(meeting, rank)
 

@@ -23,11 +23,11 @@ from roll_core.roles.canary import check_nodes
 from roll_core.roles.placement import reserve_devices
 from roll_core.roles.publishing import RANK_0, Publisher
 from roll_core.roles.ray_cluster import connect_ray, node_names, raylet_pid
-from roll_core.roles.ray_weights import Bucketed
+from roll_core.roles.ray_weights import RayWeights
 from roll_core.roles.scheduler_role import SchedulerRole
 from roll_core.roles.trainer_rank import BESIDE, TrainerRank
 from roll_core.roles.waiting import wait_for, wait_for_survivors
-from roll_core.roles.worker_pool import OFF_DEVICE, Workforce
+from roll_core.roles.worker_pool import OFF_DEVICE, WorkerPool
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.checkpoints import record_checkpoint, upload_files
 from roll_core.store.records.exports import record_export
@@ -71,7 +71,7 @@ class Fleet:
         check_nodes(self._config.cluster, self._config.nodes, self._leg_dir)
         devices = reserve_devices(self._config)
         config, placement = self._config, self._config.placement
-        self._workforce = Workforce(config, self._run.store_uri, devices)
+        self._workforce = WorkerPool(config, self._run.store_uri, devices)
         self._ranks = {
             f"trainer rank {rank}": ray.remote(concurrency_groups={BESIDE: 1})(TrainerRank)
             .options(**devices.options([device]))
@@ -321,7 +321,7 @@ class Fleet:
                 self._introduce(added)
             is_there = bool(ray.wait([answer], timeout=RECRUIT_S)[0])
 
-    def _replace(self, dead: list[str], weights: Bucketed | WeightsRef) -> dict[str, int]:
+    def _replace(self, dead: list[str], weights: RayWeights | WeightsRef) -> dict[str, int]:
         dead = self._workforce.drop_elastic(dead)
         if not dead:
             return {}

@@ -15,7 +15,7 @@ from roll_core.errors import DeadlineExceeded
 
 
 @dataclass(frozen=True)
-class Devices:
+class ReservedDevices:
     """The devices of a leg, reserved."""
 
     group: PlacementGroup
@@ -39,7 +39,7 @@ def bundles_of(num_devices: int, engines: Sequence[tuple[int, ...]]) -> tuple[tu
     return tuple(dict.fromkeys(of_engines.get(device, (device,)) for device in range(num_devices)))
 
 
-def reserve_devices(config: RunConfig) -> Devices:
+def reserve_devices(config: RunConfig) -> ReservedDevices:
     """Reserve every device a role names, or say that the cluster does not have them."""
     cluster, deadline_s = config.cluster, config.deadlines.start
     resource = "CPU" if cluster.device is DeviceKind.CPU else "GPU"
@@ -53,4 +53,4 @@ def reserve_devices(config: RunConfig) -> Devices:
             f"cluster.devices_per_node x cluster.nodes asks for {cluster.num_devices} {resource} devices; "
             f"Ray found {have} within {deadline_s:.0f} s (deadlines.start)"
         )
-    return Devices(group, cluster.device, config.placement.shared, bundles)
+    return ReservedDevices(group, cluster.device, config.placement.shared, bundles)

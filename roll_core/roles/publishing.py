@@ -13,11 +13,11 @@ from ray.actor import ActorHandle
 
 from roll_core.config.operations.weights import WeightsTransport
 from roll_core.config.run import RunConfig
-from roll_core.config.training.training import TrainingBackend
+from roll_core.config.training.training import BackendKind
 from roll_core.errors import BroadcastBroken, RoleDied, RollError
-from roll_core.roles.ray_weights import Bucketed
+from roll_core.roles.ray_weights import RayWeights
 from roll_core.roles.waiting import wait_for
-from roll_core.roles.worker_pool import Workforce
+from roll_core.roles.worker_pool import WorkerPool
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.weights import retire_weights
 from roll_core.types.refs import WeightsRef
@@ -26,7 +26,7 @@ RANK_0 = "trainer rank 0"
 
 log = logging.getLogger(__name__)
 
-Replace = Callable[[list[str], Bucketed | WeightsRef], dict[str, int]]
+Replace = Callable[[list[str], RayWeights | WeightsRef], dict[str, int]]
 """Gives engines that died successors with these weights; bytes that each took."""
 
 
@@ -37,7 +37,7 @@ class Publisher:
         run_id: str,
         store: ObjectStore,
         ranks: dict[str, ActorHandle],
-        workforce: Workforce,
+        worker_pool: WorkerPool,
         replace: Replace,
         beside: Executor,
     ):
@@ -45,7 +45,7 @@ class Publisher:
         self._run_id = run_id
         self._store = store
         self._ranks = ranks
-        self._workforce = workforce
+        self._workforce = worker_pool
         self._replace = replace
         self._beside = beside
         """For what nobody waits for."""
@@ -75,7 +75,7 @@ class Publisher:
         weights = self.bucket(version)
         return self._adopt(weights), weights.digest
 
-    def _adopt(self, weights: Bucketed | WeightsRef) -> dict[str, int]:
+    def _adopt(self, weights: RayWeights | WeightsRef) -> dict[str, int]:
         """All of it waits in host memory or in the store before engines are asked to stop for it."""
         num_bytes = self._workforce.adopt(weights)
         return num_bytes | self._replace(self._workforce.dead(known_alive=num_bytes), weights)
@@ -83,7 +83,7 @@ class Publisher:
     def _publish_on_devices(self, version: int) -> tuple[dict[str, int], str]:
         """Through the memory of the GPU that rank and engine are on."""
         training = self._config.training
-        lie_as_they_are_read = len(self._ranks) == 1 and training.backend is TrainingBackend.TORCH and training.lora is None
+        lie_as_they_are_read = len(self._ranks) == 1 and training.backend is BackendKind.TORCH and training.lora is None
         share = self._share_in_place if lie_as_they_are_read else self._share_by_buckets
         num_bytes, digest = share(version)
         if dead := self._workforce.dead(known_alive=num_bytes):
@@ -167,7 +167,7 @@ class Publisher:
         self._met = []
         return self._of_rank_0(self._ranks[RANK_0].leave_group.remote())
 
-    def bucket(self, version: int) -> Bucketed:
+    def bucket(self, version: int) -> RayWeights:
         """The weights that the trainer has now, under this number, in Ray's object store."""
         calls = {name: rank.bucket_weights.remote(version) for name, rank in self._ranks.items()}
         return _from_rank_0(wait_for(calls, "publish", self._config.deadlines.publish))
@@ -179,7 +179,7 @@ class Publisher:
             self._beside.submit(self._retire_weights)
         return stored
 
-    def held(self, version: int) -> Bucketed | WeightsRef:
+    def held(self, version: int) -> RayWeights | WeightsRef:
         """The weights of this version, for engines that missed them: from the store, or asked of the trainer again."""
         if self._stored is not None and self._stored.version == version:
             return self._stored

@@ -6,7 +6,7 @@ import ray
 
 
 @dataclass(frozen=True)
-class Bucketed:
+class RayWeights:
     """References only: whoever passes it on holds no tensor."""
 
     version: int

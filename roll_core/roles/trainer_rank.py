@@ -18,7 +18,7 @@ from roll_core.config.run import RunConfig
 from roll_core.data.ledger import draws_of
 from roll_core.errors import RollError
 from roll_core.roles.process import settle
-from roll_core.roles.ray_weights import Bucketed
+from roll_core.roles.ray_weights import RayWeights
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.checkpoints import checkpoints_of, download_files, upload_files
 from roll_core.store.records.rollouts import decode_trajectories
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
     from roll_core.training.base import Snapshot
     from roll_core.training.learner import PreparedBatch
-    from roll_core.weights.broadcast import Meeting, Sender
+    from roll_core.weights.broadcast import Rendezvous, Sender
     from roll_core.weights.buckets import BroadcastBucket, DeviceBucket, TensorEntry
     from roll_core.weights.checks import WeightsCheck
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 BESIDE = "beside"
 """Calls of this group run in a thread of their own, beside the others."""
 ANSWERS_KEPT = 16
@@ -141,7 +141,7 @@ class TrainerRank:
 
         return self._once(f"update_critic/{collected.request.request_id}", steps)
 
-    def bucket_weights(self, version: int) -> Bucketed | None:
+    def bucket_weights(self, version: int) -> RayWeights | None:
         """The current weights in the object store, under this number; rank 0 answers, the others help."""
         from roll_core.weights.buckets import pack
 
@@ -149,7 +149,7 @@ class TrainerRank:
             self._help_to_gather()
             return None
         references = tuple(ray.put(bucket) for bucket in pack(self._watched(version)))
-        return Bucketed(version, references, ray.put(self._watch.check), self._digest.hexdigest())
+        return RayWeights(version, references, ray.put(self._watch.check), self._digest.hexdigest())
 
     def share_in_place(self, version: int) -> tuple["DeviceBucket", "WeightsCheck"]:
         """All weights where they lie, under this number, for an engine on this rank's GPU, and what it compares with; where
@@ -196,7 +196,7 @@ class TrainerRank:
     def reload(self) -> None:
         self._learner.reload()
 
-    def open_group(self, engines: tuple[str, ...]) -> "Meeting":
+    def open_group(self, engines: tuple[str, ...]) -> "Rendezvous":
         """Rank 0: a place where engines can meet, which are then broadcast to; who met before parts."""
         import torch
 
@@ -241,13 +241,13 @@ class TrainerRank:
     def export(self, folder: Path) -> str:
         """The current policy as a Hugging Face folder; ranks write shards in turn, and rank 0 answers the digest of all."""
         from roll_core.models.export import write_folder
-        from roll_core.models.tensor_files import Turn
+        from roll_core.models.tensor_files import WriterRank
         from roll_core.weights.digests import WeightsDigest
 
         digest, weights = WeightsDigest(), self._learner.weights()
         if self._rank == 0:
             weights = digest.over(weights)
-        write_folder(self._config.model, weights, folder, turn=Turn(self._rank, self._num_ranks))
+        write_folder(self._config.model, weights, folder, turn=WriterRank(self._rank, self._num_ranks))
         return digest.hexdigest()
 
     def copy_state(self) -> None:
@@ -284,7 +284,7 @@ class TrainerRank:
         for _ in self._learner.weights():
             pass
 
-    def _once(self, request_id: str, act: Callable[[], Answer]) -> Answer:
+    def _once(self, request_id: str, act: Callable[[], Result]) -> Result:
         if request_id not in self._answers:
             self._answers[request_id] = act()
             for forgotten in list(self._answers)[:-ANSWERS_KEPT]:

@@ -13,19 +13,19 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll_core.config.operations.placement import ELASTIC_RESOURCE, LEG_RESOURCE, DeviceKind
-from roll_core.config.rollout import InFlight
+from roll_core.config.rollout import InFlightPolicy
 from roll_core.config.run import RunConfig
-from roll_core.roles.elastic import ElasticEngines, Held
+from roll_core.roles.elastic import ElasticEngines, WeightsGetter
 from roll_core.roles.engine_role import EngineRole
-from roll_core.roles.placement import Devices
-from roll_core.roles.ray_weights import Bucketed
+from roll_core.roles.placement import ReservedDevices
+from roll_core.roles.ray_weights import RayWeights
 from roll_core.roles.reward_role import RewardRole
 from roll_core.roles.scheduler_role import RemoteEngine, RemoteGrader
 from roll_core.roles.waiting import wait_for, wait_for_survivors
 from roll_core.types.refs import WeightsRef
 
 if TYPE_CHECKING:
-    from roll_core.weights.broadcast import Meeting
+    from roll_core.weights.broadcast import Rendezvous
     from roll_core.weights.buckets import BroadcastBucket, DeviceBucket
     from roll_core.weights.checks import WeightsCheck
 
@@ -36,10 +36,10 @@ OFF_DEVICE: dict[str, Any] = {"num_cpus": 0, "max_concurrency": ASYNC_CALLS, "re
 log = logging.getLogger(__name__)
 
 
-class Workforce:
-    def __init__(self, config: RunConfig, store_uri: str, devices: Devices):
+class WorkerPool:
+    def __init__(self, config: RunConfig, store_uri: str, devices: ReservedDevices):
         self._deadlines = config.deadlines
-        finishes = config.rollout.in_flight is InFlight.FINISH
+        finishes = config.rollout.in_flight is InFlightPolicy.FINISH
         self.yielding_deadline_s = config.deadlines.publish + (config.deadlines.collect if finishes else 0.0)
         """How long engines may take to make way for new weights or the trainer: what they are at may have to be finished."""
         self._makes: dict[str, Callable[[], ActorHandle]] = {}
@@ -86,7 +86,7 @@ class Workforce:
     def wake(self) -> None:
         self._of_engines_that_share(lambda engine: engine.wake.remote())
 
-    def adopt(self, weights: Bucketed | WeightsRef) -> dict[str, int]:
+    def adopt(self, weights: RayWeights | WeightsRef) -> dict[str, int]:
         """Engines take over weights; bytes that each took. The dead are not among them."""
         adopting = {name: self.actors[name].adopt.remote(weights) for name in self._engine_names}
         return wait_for_survivors(adopting, "publish", self.yielding_deadline_s)
@@ -100,7 +100,7 @@ class Workforce:
         """Who of these engines takes part in a broadcast: a worker a device, by the engine's name."""
         return tuple(engine for engine in engines for _ in range(self._devices_per_engine))
 
-    def joining(self, meeting: "Meeting", names: Sequence[str]) -> dict[str, ray.ObjectRef]:
+    def joining(self, meeting: "Rendezvous", names: Sequence[str]) -> dict[str, ray.ObjectRef]:
         """Engines on their way into a group."""
         return {name: self.actors[name].join.remote(meeting, meeting.members.index(name)) for name in names}
 
@@ -138,7 +138,7 @@ class Workforce:
         alive = wait_for_survivors(asked, "start", self._deadlines.start)
         return [name for name in doubtful if name not in alive]
 
-    def recruit(self, version: int, held: Held) -> list[str]:
+    def recruit(self, version: int, held: WeightsGetter) -> list[str]:
         """Engines that were added just now, on nodes that may go at any time; they have the weights of this version."""
         added = self._elastic.look(version, held)
         self.actors |= added
@@ -153,7 +153,7 @@ class Workforce:
             self._engine_names.remove(name)
         return [name for name in dead if name not in dropped]
 
-    def replace(self, dead: Sequence[str], weights: Bucketed | WeightsRef) -> dict[str, int]:
+    def replace(self, dead: Sequence[str], weights: RayWeights | WeightsRef) -> dict[str, int]:
         """Successors of these, engines with the policy's weights; bytes that each took over."""
         successors = {name: self._makes[name]() for name in dead}
         wait_for({name: actor.start.remote() for name, actor in successors.items()}, "start", self._deadlines.start)

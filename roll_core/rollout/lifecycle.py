@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from roll_core.rollout.lookahead import Pace
+from roll_core.rollout.lookahead import Lookahead
 from roll_core.types.manifest import DrawOutcome
 from roll_core.types.trace import Span
 from roll_core.types.trajectory import GREEDY_ATTEMPT
@@ -39,7 +39,7 @@ IsUseful = Callable[[Sequence[float]], bool]
 """Whether a group with these rewards is to be trained on; there is at least one."""
 
 
-class State(StrEnum):
+class Phase(StrEnum):
     QUEUED = "queued"
     GENERATING = "generating"
     GENERATED = "generated"
@@ -56,25 +56,25 @@ class State(StrEnum):
 
 
 NEXT = {
-    State.QUEUED: {State.GENERATING, State.ABORTED, State.ABANDONED},
-    State.GENERATING: {State.GENERATED, State.QUEUED, State.ABORTING, State.ABANDONED},
-    State.GENERATED: {State.GRADING, State.GRADED, State.FAILED, State.ABORTED, State.ABANDONED},
-    State.GRADING: {State.GRADED, State.FAILED, State.GENERATED, State.ABORTED, State.ABANDONED},
-    State.GRADED: set(),
-    State.FAILED: set(),
-    State.ABORTING: {State.ABORTED},
-    State.ABORTED: set(),
-    State.ABANDONED: set(),
+    Phase.QUEUED: {Phase.GENERATING, Phase.ABORTED, Phase.ABANDONED},
+    Phase.GENERATING: {Phase.GENERATED, Phase.QUEUED, Phase.ABORTING, Phase.ABANDONED},
+    Phase.GENERATED: {Phase.GRADING, Phase.GRADED, Phase.FAILED, Phase.ABORTED, Phase.ABANDONED},
+    Phase.GRADING: {Phase.GRADED, Phase.FAILED, Phase.GENERATED, Phase.ABORTED, Phase.ABANDONED},
+    Phase.GRADED: set(),
+    Phase.FAILED: set(),
+    Phase.ABORTING: {Phase.ABORTED},
+    Phase.ABORTED: set(),
+    Phase.ABANDONED: set(),
 }
 """What may follow what. Back to queued or generated goes what was lost with an engine or a grader, or interrupted."""
 ENDED = frozenset(state for state, following in NEXT.items() if not following)
 
 
 @dataclass(frozen=True)
-class Terms:
+class StreamSpec:
     """What is asked of a stream.
 
-    Example: Terms(num_groups=32, group_size=8, num_batches=100, ahead=2.0, is_useful=lambda rewards: any(rewards))
+    Example: StreamSpec(num_groups=32, group_size=8, num_batches=100, ahead=2.0, is_useful=lambda rewards: any(rewards))
     """
 
     num_groups: int
@@ -99,10 +99,10 @@ class Terms:
 
 
 @dataclass(slots=True)
-class AttemptLife:
+class AttemptState:
     place: Place
-    state: State
-    history: list[tuple[State, float]]
+    state: Phase
+    history: list[tuple[Phase, float]]
     """Every state it was in, with the time it came there."""
     num_tokens: int = 0
     """That it has, and need not generate again."""
@@ -112,23 +112,23 @@ class AttemptLife:
 
 
 @dataclass(slots=True)
-class GroupLife:
+class GroupState:
     number: int
     version: int
     """Of the weights when it was drawn: no token of it is older."""
     drawn_at: float
     outcome: DrawOutcome | None = None
     """None while it is open; TRAINED are those that are accepted."""
-    attempts: list[AttemptLife] = field(default_factory=list)
+    attempts: list[AttemptState] = field(default_factory=list)
     rewards: dict[int, float] = field(default_factory=dict)
     """By attempt, without the greedy one's."""
     num_failed: int = 0
     awaits_greedy: bool = False
 
     @property
-    def consumed(self) -> list[AttemptLife]:
+    def consumed(self) -> list[AttemptState]:
         """Attempts that are trained on, if this group is."""
-        return [life for life in self.attempts if life.state in (State.GRADED, State.FAILED)]
+        return [life for life in self.attempts if life.state in (Phase.GRADED, Phase.FAILED)]
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Page:
     """What a batch used up of the stream: every group from where the batch before it ended."""
 
     first: int
-    groups: tuple[GroupLife, ...]
+    groups: tuple[GroupState, ...]
 
     @property
     def outcomes(self) -> str:
@@ -153,7 +153,7 @@ class Page:
 class Lifecycle:
     """Example: a group of one attempt, from its draw to a batch.
 
-    life = Lifecycle(Terms(num_groups=1, group_size=1), first=7, version=0, now=0.0)
+    life = Lifecycle(StreamSpec(num_groups=1, group_size=1), first=7, version=0, now=0.0)
     life.new_draws()                        # [7]
     life.next_queued()                      # (7, 0)
     life.generating((7, 0), "engine 0", now=0.1)
@@ -164,17 +164,17 @@ class Lifecycle:
     life.take(now=1.0).outcomes             # "t"
     """
 
-    def __init__(self, terms: Terms, first: int, version: int, now: float):
+    def __init__(self, terms: StreamSpec, first: int, version: int, now: float):
         self.terms = terms
         self._version = version
         self._next_version = version
         self._batches_left = terms.num_batches
-        self._pace = Pace(terms.ahead)
+        self._pace = Lookahead(terms.ahead)
         self._cursor = first
         self._next_draw = first
-        self._groups: dict[int, GroupLife] = {}
+        self._groups: dict[int, GroupState] = {}
         """Drawn since the last batch ended, by number, in order."""
-        self._attempts: dict[Place, AttemptLife] = {}
+        self._attempts: dict[Place, AttemptState] = {}
         self._num_live = 0
         self._num_accepted = 0
         self._decided_until = first
@@ -182,11 +182,11 @@ class Lifecycle:
         self._num_accepted_in_order = 0
         """Accepted groups before that one."""
         self._num_under_way = 0
-        self._counts = dict.fromkeys(State, 0)
+        self._counts = dict.fromkeys(Phase, 0)
         self._stopped = False
         self._new_draws: list[int] = []
-        self._queue: deque[AttemptLife] = deque()
-        self._to_grade: deque[AttemptLife] = deque()
+        self._queue: deque[AttemptState] = deque()
+        self._to_grade: deque[AttemptState] = deque()
         self._to_abort: list[Place] = []
         self._draw(now)
 
@@ -198,16 +198,16 @@ class Lifecycle:
 
     def next_queued(self) -> Place | None:
         """The attempt to generate next, until `generating` says that it is."""
-        while self._queue and self._queue[0].state is not State.QUEUED:
+        while self._queue and self._queue[0].state is not Phase.QUEUED:
             self._queue.popleft()
         return self._queue[0].place if self._queue else None
 
     def to_grade(self, now: float) -> list[Place]:
         """Attempts that wait for a grader, which from now on has them."""
-        waiting = [life for life in self._to_grade if life.state is State.GENERATED]
+        waiting = [life for life in self._to_grade if life.state is Phase.GENERATED]
         self._to_grade.clear()
         for life in waiting:
-            self._move(life, State.GRADING, now)
+            self._move(life, Phase.GRADING, now)
         return [life.place for life in waiting]
 
     def to_abort(self) -> list[Place]:
@@ -229,7 +229,7 @@ class Lifecycle:
     @property
     def is_aborting(self) -> bool:
         """Engines still have something they were told to end."""
-        return self._counts[State.ABORTING] > 0
+        return self._counts[Phase.ABORTING] > 0
 
     # ---------------------------------------------------------------------------------------------- what happened
     def adopted(self, version: int, now: float) -> None:
@@ -261,28 +261,28 @@ class Lifecycle:
     def generating(self, place: Place, engine: str, now: float) -> None:
         life = self._attempts[place]
         life.engine = engine
-        self._move(life, State.GENERATING, now)
+        self._move(life, Phase.GENERATING, now)
 
     def generated(self, place: Place, num_tokens: int, now: float) -> None:
         """An engine is done with it: to its end, or because it was told to abort. It has so many tokens now."""
         life = self._given_back(place, num_tokens, now)
         if life is not None:
-            self._move(life, State.GENERATED, now)
+            self._move(life, Phase.GENERATED, now)
             self._to_grade.append(life)
 
     def interrupted(self, place: Place, num_tokens: int, now: float) -> None:
         """An engine gave it back before its end, with so many tokens: it is next to go on."""
         life = self._given_back(place, num_tokens, now)
         if life is not None:
-            self._move(life, State.QUEUED, now)
+            self._move(life, Phase.QUEUED, now)
             self._queue.appendleft(life)
 
     def graded(self, place: Place, reward: float | None, now: float) -> None:
         """It has a grade, or (None) is known to get none. Too late for one whose group was decided: that says nothing."""
         life = self._attempts.get(place)
-        if life is None or life.state is State.ABORTED:
+        if life is None or life.state is Phase.ABORTED:
             return
-        self._move(life, State.FAILED if reward is None else State.GRADED, now)
+        self._move(life, Phase.FAILED if reward is None else Phase.GRADED, now)
         group, number = self._groups[place[0]], place[1]
         if number == GREEDY_ATTEMPT:
             group.awaits_greedy = False
@@ -295,32 +295,32 @@ class Lifecycle:
     def lost(self, place: Place, now: float) -> None:
         """The engine or grader that had it is no more: it waits for another one."""
         life = self._attempts.get(place)
-        if life is None or life.state is State.ABORTED:
+        if life is None or life.state is Phase.ABORTED:
             return  # by the time its grader died nobody wanted its grade
-        if life.state in (State.GENERATING, State.ABORTING):
+        if life.state in (Phase.GENERATING, Phase.ABORTING):
             self._leave_engine(life, life.num_tokens, now)
         match life.state:
-            case State.GRADING:
-                self._move(life, State.GENERATED, now)
+            case Phase.GRADING:
+                self._move(life, Phase.GENERATED, now)
                 self._to_grade.append(life)
-            case State.ABORTING:
-                self._move(life, State.ABORTED, now)
+            case Phase.ABORTING:
+                self._move(life, Phase.ABORTED, now)
             case _:
-                self._move(life, State.QUEUED, now)
+                self._move(life, Phase.QUEUED, now)
                 self._queue.append(life)
 
     def abandoned(self, place: Place, now: float) -> None:
         """It cannot be finished now, and the stage therefore fails: nothing more is drawn, what is under way goes on."""
         self._stopped = True
         life = self._attempts.get(place)
-        if life is None or life.state is State.ABORTED:
+        if life is None or life.state is Phase.ABORTED:
             return
-        if life.state in (State.GENERATING, State.ABORTING):
+        if life.state in (Phase.GENERATING, Phase.ABORTING):
             self._leave_engine(life, life.num_tokens, now)
-        self._move(life, State.ABORTED if life.state is State.ABORTING else State.ABANDONED, now)
+        self._move(life, Phase.ABORTED if life.state is Phase.ABORTING else Phase.ABANDONED, now)
 
     # ---------------------------------------------------------------------------------------------- how things stand
-    def state_of(self, place: Place) -> State:
+    def state_of(self, place: Place) -> Phase:
         return self._attempts[place].state
 
     def places_of(self, group: int) -> list[Place]:
@@ -328,7 +328,7 @@ class Lifecycle:
 
     def awaits_grade(self, place: Place) -> bool:
         life = self._attempts.get(place)
-        return life is not None and life.state is State.GRADING
+        return life is not None and life.state is Phase.GRADING
 
     @property
     def num_attempts(self) -> int:
@@ -342,11 +342,11 @@ class Lifecycle:
 
     @property
     def num_queued(self) -> int:
-        return self._counts[State.QUEUED]
+        return self._counts[Phase.QUEUED]
 
     @property
     def num_grading(self) -> int:
-        return self._counts[State.GRADING]
+        return self._counts[Phase.GRADING]
 
     @property
     def open_page(self) -> Page:
@@ -377,45 +377,45 @@ class Lifecycle:
 
     def _draw(self, now: float) -> None:
         while not self._stopped and self._num_live < self._room and self._next_draw < self._last_draw:
-            group = GroupLife(self._next_draw, self._version, now, awaits_greedy=self.terms.greedy_baseline)
+            group = GroupState(self._next_draw, self._version, now, awaits_greedy=self.terms.greedy_baseline)
             numbers = list(range(self.terms.group_size + self.terms.redundant_attempts))
             for number in [GREEDY_ATTEMPT, *numbers] if self.terms.greedy_baseline else numbers:
-                life = AttemptLife((group.number, number), State.QUEUED, [(State.QUEUED, now)])
+                life = AttemptState((group.number, number), Phase.QUEUED, [(Phase.QUEUED, now)])
                 group.attempts.append(life)
                 self._attempts[life.place] = life
                 self._queue.append(life)
             self._num_under_way += len(group.attempts)
-            self._counts[State.QUEUED] += len(group.attempts)
+            self._counts[Phase.QUEUED] += len(group.attempts)
             self._num_live += 1
             self._groups[group.number] = group
             self._new_draws.append(group.number)
             self._next_draw += 1
 
-    def _move(self, life: AttemptLife, state: State, now: float) -> None:
+    def _move(self, life: AttemptState, state: Phase, now: float) -> None:
         assert state in NEXT[life.state], f"attempt {life.place} is {life.state} and cannot become {state}"
         self._num_under_way -= state in ENDED
         self._counts[life.state] -= 1
         self._counts[state] += 1
         life.state = state
         life.history.append((state, now))
-        if state is State.ABORTED and life.place[0] < self._cursor:
+        if state is Phase.ABORTED and life.place[0] < self._cursor:
             del self._attempts[life.place]
 
-    def _given_back(self, place: Place, num_tokens: int, now: float) -> AttemptLife | None:
+    def _given_back(self, place: Place, num_tokens: int, now: float) -> AttemptState | None:
         """By its engine; None if it is not needed any more."""
         life = self._attempts[place]
         self._leave_engine(life, num_tokens, now)
-        if life.state is not State.ABORTING:
+        if life.state is not Phase.ABORTING:
             return life
-        self._move(life, State.ABORTED, now)
+        self._move(life, Phase.ABORTED, now)
         return None
 
-    def _leave_engine(self, life: AttemptLife, num_tokens: int, now: float) -> None:
-        since = next(at for state, at in reversed(life.history) if state is State.GENERATING)
+    def _leave_engine(self, life: AttemptState, num_tokens: int, now: float) -> None:
+        since = next(at for state, at in reversed(life.history) if state is Phase.GENERATING)
         life.spans.append(Span(life.engine, since, now, num_tokens - life.num_tokens))
         life.num_tokens = num_tokens
 
-    def _look_at(self, group: GroupLife, now: float) -> None:
+    def _look_at(self, group: GroupState, now: float) -> None:
         """Complete is a group with enough grades, or without an attempt that could still get one; and its baseline."""
         wanted, made = self.terms.group_size, self.terms.group_size + self.terms.redundant_attempts
         if len(group.rewards) < wanted and len(group.rewards) + group.num_failed < made:
@@ -429,7 +429,7 @@ class Lifecycle:
                 self._pace.full(now)
             self._draw(now)
 
-    def _judge(self, group: GroupLife) -> DrawOutcome:
+    def _judge(self, group: GroupState) -> DrawOutcome:
         """By rewards in the order of attempts, so that sums do not depend on who was first."""
         if self.terms.is_useful is None:
             return DrawOutcome.TRAINED
@@ -438,7 +438,7 @@ class Lifecycle:
         rewards = [group.rewards[number] for number in sorted(group.rewards)]
         return DrawOutcome.TRAINED if self.terms.is_useful(rewards) else DrawOutcome.FILTERED
 
-    def _close(self, group: GroupLife, outcome: DrawOutcome) -> None:
+    def _close(self, group: GroupState, outcome: DrawOutcome) -> None:
         group.outcome = outcome
         if outcome is DrawOutcome.TRAINED:
             self._num_accepted += 1
@@ -451,10 +451,10 @@ class Lifecycle:
             self._num_accepted_in_order += group.outcome is DrawOutcome.TRAINED
             self._decided_until += 1
 
-    def _is_live(self, group: GroupLife) -> bool:
+    def _is_live(self, group: GroupState) -> bool:
         return group.outcome in (None, DrawOutcome.TRAINED)
 
-    def _give_up(self, group: GroupLife, now: float) -> None:
+    def _give_up(self, group: GroupState, now: float) -> None:
         """No batch is going to have it."""
         self._num_live -= 1
         self._num_accepted -= group.outcome is DrawOutcome.TRAINED
@@ -469,18 +469,18 @@ class Lifecycle:
         self._num_accepted -= self.terms.num_groups
         for group in page.groups:
             for life in group.attempts:
-                if life.state is not State.ABORTING:
+                if life.state is not Phase.ABORTING:
                     del self._attempts[life.place]
         self._decided_until = self._cursor
         self._num_accepted_in_order = 0
         self._look_ahead()
 
-    def _abort(self, life: AttemptLife, now: float) -> None:
+    def _abort(self, life: AttemptState, now: float) -> None:
         match life.state:
-            case State.GENERATING:
-                self._move(life, State.ABORTING, now)
+            case Phase.GENERATING:
+                self._move(life, Phase.ABORTING, now)
                 self._to_abort.append(life.place)
-            case State.QUEUED | State.GENERATED | State.GRADING:
-                self._move(life, State.ABORTED, now)
+            case Phase.QUEUED | Phase.GENERATED | Phase.GRADING:
+                self._move(life, Phase.ABORTED, now)
             case _:
                 pass

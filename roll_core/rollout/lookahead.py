@@ -13,7 +13,7 @@ TOLERATED = 0.1
 """Share of the time between two batches that one may lie finished, or be waited for, without anything being changed."""
 
 
-class Pace:
+class Lookahead:
     """`lead` is how many batches may be under way beyond the one that is waited for: `most`, to begin with."""
 
     def __init__(self, most: float):

@@ -6,8 +6,8 @@ from roll_core.types.manifest import Metrics
 
 
 @dataclass(frozen=True)
-class Reading:
-    """Example: Reading(mean=3.2, peak=8.0, share=0.9)"""
+class MeterReading:
+    """Example: MeterReading(mean=3.2, peak=8.0, share=0.9)"""
 
     mean: float
     peak: float
@@ -16,7 +16,7 @@ class Reading:
 
 
 class Meter:
-    """Example: meter = Meter(now=0.0); meter.set(4, now=1.0); meter.read(now=2.0)   # Reading(2.0, 4.0, 0.5)"""
+    """Example: meter = Meter(now=0.0); meter.set(4, now=1.0); meter.read(now=2.0)   # MeterReading(2.0, 4.0, 0.5)"""
 
     def __init__(self, now: float):
         self._value = self._peak = 0.0
@@ -28,11 +28,11 @@ class Meter:
         self._busy += (now - self._since) if self._value else 0.0
         self._value, self._since, self._peak = value, now, max(self._peak, value)
 
-    def read(self, now: float) -> Reading:
+    def read(self, now: float) -> MeterReading:
         """Since it was last read."""
         self.set(self._value, now)
         seconds = now - self._began
-        reading = Reading(self._area / seconds, self._peak, self._busy / seconds) if seconds > 0 else Reading(0.0, 0.0, 0.0)
+        reading = MeterReading(self._area / seconds, self._peak, self._busy / seconds) if seconds > 0 else MeterReading(0.0, 0.0, 0.0)
         self._begin(now)
         return reading
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from roll_core.rollout.lifecycle import AttemptLife, Page, State
+from roll_core.rollout.lifecycle import AttemptState, Page, Phase
 from roll_core.types.manifest import DrawOutcome, Metrics
 from roll_core.types.trajectory import GREEDY_ATTEMPT, Ending, Trajectory
 
@@ -56,16 +56,16 @@ def describe_page(page: Page) -> Metrics:
         "rollout/filtered_groups": float(outcomes.count(DrawOutcome.FILTERED)),
         "rollout/failed_groups": float(outcomes.count(DrawOutcome.FAILED)),
         "rollout/aborted_groups": float(outcomes.count(DrawOutcome.ABORTED)),
-        "rollout/aborted_attempts": float(sum(life.state is State.ABORTED for life in every)),
+        "rollout/aborted_attempts": float(sum(life.state is Phase.ABORTED for life in every)),
         "rollout/interruptions": float(sum(max(0, len(life.spans) - 1) for life in every)),
         **_wasted_tokens(page),
         "rollout/mean_tokens_consumed": _mean(lengths) if lengths else 0.0,
         "rollout/mean_tokens_generated": _mean(_lengths(every)) if _lengths(every) else 0.0,
         "rollout/length_distance": _distance(lengths, _lengths(every)),
         **_tail("rollout/{}_seconds", [life.history[-1][1] - life.history[0][1] for life in batch]),
-        "rollout/mean_seconds_queued": seconds[State.QUEUED] / max(1, len(batch)),
-        "rollout/mean_seconds_generating": seconds[State.GENERATING] / max(1, len(batch)),
-        "rollout/mean_seconds_grading": seconds[State.GRADING] / max(1, len(batch)),
+        "rollout/mean_seconds_queued": seconds[Phase.QUEUED] / max(1, len(batch)),
+        "rollout/mean_seconds_generating": seconds[Phase.GENERATING] / max(1, len(batch)),
+        "rollout/mean_seconds_grading": seconds[Phase.GRADING] / max(1, len(batch)),
     }
 
 
@@ -83,7 +83,7 @@ def _informative_share(trajectories: Sequence[Trajectory]) -> float:
     return _mean([len(rewards) > 1 for rewards in rewards_of.values()])
 
 
-def _lengths(lives: Iterable[AttemptLife]) -> list[int]:
+def _lengths(lives: Iterable[AttemptState]) -> list[int]:
     return [life.num_tokens for life in lives if life.num_tokens and life.place[1] != GREEDY_ATTEMPT]
 
 
@@ -100,11 +100,11 @@ def _wasted_tokens(page: Page) -> Metrics:
     wasted = dict.fromkeys(("filtered", "failed", "aborted"), 0)
     for group in page.groups:
         for life in group.attempts:
-            if life.state is State.ABORTED or group.outcome is DrawOutcome.ABORTED:
+            if life.state is Phase.ABORTED or group.outcome is DrawOutcome.ABORTED:
                 wasted["aborted"] += life.num_tokens
             elif group.outcome is DrawOutcome.FILTERED:
                 wasted["filtered"] += life.num_tokens
-            elif group.outcome is DrawOutcome.FAILED or life.state is State.ABANDONED:
+            elif group.outcome is DrawOutcome.FAILED or life.state is Phase.ABANDONED:
                 wasted["failed"] += life.num_tokens
     return {f"rollout/wasted_tokens_{why}": float(count) for why, count in wasted.items()} | {
         "rollout/wasted_tokens": float(sum(wasted.values()))
@@ -120,9 +120,9 @@ def _tail(name: str, values: Sequence[float]) -> Metrics:
     }
 
 
-def _seconds_by_state(lives: Iterable[AttemptLife]) -> dict[State, float]:
+def _seconds_by_state(lives: Iterable[AttemptState]) -> dict[Phase, float]:
     """Time in each state, of all lives and all visits to it together."""
-    seconds = dict.fromkeys(State, 0.0)
+    seconds = dict.fromkeys(Phase, 0.0)
     for life in lives:
         for (state, since), (_, until) in pairwise(life.history):
             seconds[state] += until - since

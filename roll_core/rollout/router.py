@@ -25,8 +25,8 @@ without a message; and it gets that quarter at once, so that calls stay few."""
 SMOOTHING = 0.01
 """Of the mean length of completions: it forgets those of about a hundred before."""
 
-Item = tuple[Problem, Trajectory]
-Answer = Score | Failure | RewardUnavailable
+GradingItem = tuple[Problem, Trajectory]
+Grade = Score | Failure | RewardUnavailable
 
 
 class EngineClient(Protocol):
@@ -46,7 +46,7 @@ class GraderClient(Protocol):
     @property
     def name(self) -> str: ...
 
-    async def grade(self, items: list[Item]) -> list[Answer]:
+    async def grade(self, items: list[GradingItem]) -> list[Grade]:
         """One answer per item, in order. What stays unavailable is answered, not raised: its siblings keep their grades."""
         ...
 
@@ -59,7 +59,7 @@ class Completed:
 
 
 @dataclass(frozen=True)
-class NotGenerated:
+class GenerationFailed:
     """A call to an engine failed, and with it these. After a RoleDied another engine can have them."""
 
     request_ids: list[str]
@@ -67,26 +67,26 @@ class NotGenerated:
 
 
 @dataclass(frozen=True)
-class Answered:
+class Graded:
     """What a grader said of each item."""
 
-    answers: list[tuple[Item, Answer]]
+    answers: list[tuple[GradingItem, Grade]]
 
 
 @dataclass(frozen=True)
-class NotGraded:
+class GradingFailed:
     """A call to a grader failed. After a RoleDied another one can have its items."""
 
-    items: list[Item]
+    items: list[GradingItem]
     error: BaseException
 
 
-Event = Completed | NotGenerated | Answered | NotGraded
-Tell = Callable[[Event], None]
+RolloutEvent = Completed | GenerationFailed | Graded | GradingFailed
+Tell = Callable[[RolloutEvent], None]
 
 
 @dataclass
-class Deaths:
+class DeadRoles:
     """Who is no more, with the sentence it died by. Outlives a stage: the dead stay dead until they have successors."""
 
     sentences: dict[str, str] = field(default_factory=dict)
@@ -136,7 +136,7 @@ class Router:
     """An engine has room for as many requests as it has slots, and a quarter more, which wait there; and, where
     `rollout.tokens_per_engine` says how much its cache holds, for as many as are expected to fit."""
 
-    def __init__(self, engines: Sequence[EngineClient], config: RolloutConfig, deaths: Deaths, tell: Tell):
+    def __init__(self, engines: Sequence[EngineClient], config: RolloutConfig, deaths: DeadRoles, tell: Tell):
         self._engines = {engine.name: engine for engine in engines}
         self._deaths = deaths
         self._tell = tell
@@ -293,7 +293,7 @@ class Router:
 
     def _abort_failed(self, error: BaseException) -> None:
         if not isinstance(error, RoleDied):
-            self._tell(NotGenerated([], error))
+            self._tell(GenerationFailed([], error))
 
     def _failed(self, engine: EngineClient, request_ids: list[str], error: BaseException) -> None:
         if isinstance(error, RoleDied) and self._engines[engine.name] is engine:
@@ -305,11 +305,11 @@ class Router:
             if held := self._held.pop(group, None):
                 self._tell(Completed(held))
         self._left(request_ids)
-        self._tell(NotGenerated(request_ids, error))
+        self._tell(GenerationFailed(request_ids, error))
 
 
 class GraderPool:
-    def __init__(self, graders: Sequence[GraderClient], deaths: Deaths, tell: Tell):
+    def __init__(self, graders: Sequence[GraderClient], deaths: DeadRoles, tell: Tell):
         self._graders = {grader.name: grader for grader in graders}
         self._deaths = deaths
         self._tell = tell
@@ -325,7 +325,7 @@ class GraderPool:
         """One that takes the place of a dead one of the same name."""
         self._graders[grader.name] = self._alive[grader.name] = grader
 
-    def send(self, items: list[Item]) -> None:
+    def send(self, items: list[GradingItem]) -> None:
         """Shared out over the graders, each in its turn."""
         alive = list(self._alive.values())
         size = max(1, min(GRADED_AT_ONCE, -(-len(items) // len(alive))))
@@ -334,7 +334,7 @@ class GraderPool:
             self._next += 1
             part = items[start : start + size]
 
-            def failed(error: BaseException, grader: GraderClient = grader, part: list[Item] = part) -> None:
+            def failed(error: BaseException, grader: GraderClient = grader, part: list[GradingItem] = part) -> None:
                 self._failed(grader, part, error)
 
             self._calls.start(self._grade(grader, part), failed)
@@ -342,12 +342,12 @@ class GraderPool:
     def cancel(self) -> None:
         self._calls.cancel()
 
-    async def _grade(self, grader: GraderClient, items: list[Item]) -> None:
+    async def _grade(self, grader: GraderClient, items: list[GradingItem]) -> None:
         answers = await grader.grade(items)
-        self._tell(Answered(list(zip(items, answers, strict=True))))
+        self._tell(Graded(list(zip(items, answers, strict=True))))
 
-    def _failed(self, grader: GraderClient, items: list[Item], error: BaseException) -> None:
+    def _failed(self, grader: GraderClient, items: list[GradingItem], error: BaseException) -> None:
         if isinstance(error, RoleDied) and self._graders[grader.name] is grader:
             self._deaths.note(grader.name, error)
             self._alive.pop(grader.name, None)
-        self._tell(NotGraded(items, error))
+        self._tell(GradingFailed(items, error))

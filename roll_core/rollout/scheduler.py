@@ -14,11 +14,11 @@ from roll_core.data.problem_source import ProblemSource
 from roll_core.errors import DeadlineExceeded
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.rollout.filter import build_filter
-from roll_core.rollout.lifecycle import Lifecycle, Place, Terms
+from roll_core.rollout.lifecycle import Lifecycle, Place, StreamSpec
 from roll_core.rollout.meters import Meters
 from roll_core.rollout.metrics import describe_page
 from roll_core.rollout.renderer import Renderer
-from roll_core.rollout.router import Deaths, EngineClient, Event, GraderClient, GraderPool, Router
+from roll_core.rollout.router import DeadRoles, EngineClient, RolloutEvent, GraderClient, GraderPool, Router
 from roll_core.rollout.stream import Attempt, Batch, Finished, Keep, Partial, Stream, nobody
 from roll_core.seeds import derive_seed
 from roll_core.types.manifest import CollectRequest, Draws, Metrics
@@ -66,7 +66,7 @@ class RolloutScheduler:
         self._graders = graders
         self._num_iterations = num_iterations
         self._greedy_baseline = greedy_baseline
-        self._deaths = Deaths()
+        self._deaths = DeadRoles()
         self._paused: set[str] = set()
         self.finished = {} if finished is None else finished
         """What no batch has used up, kept when a collect fails: the next one does not generate it again."""
@@ -104,7 +104,7 @@ class RolloutScheduler:
             group = places[0][0]
             return self._attempts(problems[group], places, 0.0, group, "held-out/")
 
-        stream = self._open(Terms(num_problems, group_size=1), 0, 0, attempts, {}, {}, nobody)
+        stream = self._open(StreamSpec(num_problems, group_size=1), 0, 0, attempts, {}, {}, nobody)
         try:
             return (await self._next_batch(stream, deadline_s, "evaluate")).trajectories
         finally:
@@ -164,7 +164,7 @@ class RolloutScheduler:
 
     def _begin(self, request: CollectRequest) -> Stream:
         config = self._config
-        terms = Terms(
+        terms = StreamSpec(
             num_groups=request.num_groups,
             group_size=config.group_size,
             num_batches=max(1, self._num_iterations - request.iteration + 1),
@@ -185,7 +185,7 @@ class RolloutScheduler:
             terms, request.first_problem, request.weights_version, attempts, self.finished, self._partial, self._keep
         )
 
-    def _forget_unfit(self, request: CollectRequest, terms: Terms) -> None:
+    def _forget_unfit(self, request: CollectRequest, terms: StreamSpec) -> None:
         """What was finished, but not by weights that the batch it belongs to may be made by. An earlier leg had it: of an
         iteration that was not committed, or while the config allowed more staleness."""
         first, version = request.first_problem, request.weights_version
@@ -220,7 +220,7 @@ class RolloutScheduler:
 
     def _open(
         self,
-        terms: Terms,
+        terms: StreamSpec,
         first: int,
         version: int,
         attempts: Callable[[Sequence[Place]], list[Attempt]],
@@ -228,7 +228,7 @@ class RolloutScheduler:
         partial: Partial,
         keep: Keep,
     ) -> Stream:
-        events: asyncio.Queue[Event] = asyncio.Queue()
+        events: asyncio.Queue[RolloutEvent] = asyncio.Queue()
         router = Router(self._engines, self._config, self._deaths, events.put_nowait)
         router.withdraw(self._paused)
         pool = GraderPool(self._graders, self._deaths, events.put_nowait)

@@ -8,23 +8,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from roll_core.config.rollout import InFlight
+from roll_core.config.rollout import InFlightPolicy
 from roll_core.errors import RewardUnavailable, RoleDied, RollError
 from roll_core.inference.requests import Completion, GenerationRequest
-from roll_core.rollout.lifecycle import Lifecycle, Page, Place, State
+from roll_core.rollout.lifecycle import Lifecycle, Page, Place, Phase
 from roll_core.rollout.meters import Meters
 from roll_core.rollout.renderer import Renderer
 from roll_core.rollout.router import (
-    Answer,
-    Answered,
+    Grade,
+    Graded,
     Completed,
     EngineClient,
-    Event,
+    RolloutEvent,
     GraderClient,
     GraderPool,
-    Item,
-    NotGenerated,
-    NotGraded,
+    GradingItem,
+    GenerationFailed,
+    GradingFailed,
     Router,
 )
 from roll_core.rollout.tracing import trace_of
@@ -78,7 +78,7 @@ class Stream:
         partial: Partial,
         router: Router,
         pool: GraderPool,
-        events: asyncio.Queue[Event],
+        events: asyncio.Queue[RolloutEvent],
         renderer: Renderer,
         keep: Keep,
         meters: Meters,
@@ -100,7 +100,7 @@ class Stream:
         self._renderer = renderer
         self._keep = keep
         self._meters = meters
-        self._progress = asyncio.Event()
+        self._progress = asyncio.RolloutEvent()
         self._task = asyncio.get_running_loop().create_task(self._run())
         self._task.add_done_callback(lambda _: self._progress.set())
 
@@ -130,9 +130,9 @@ class Stream:
         self.lives.adopted(version, self._now())
         self._act()
 
-    async def withdraw(self, engines: Sequence[str], in_flight: InFlight) -> None:
+    async def withdraw(self, engines: Sequence[str], in_flight: InFlightPolicy) -> None:
         ids = self.router.withdraw(engines)
-        if in_flight is not InFlight.FINISH:
+        if in_flight is not InFlightPolicy.FINISH:
             self.router.abort(ids)
         await self._until(lambda: self.router.is_quiet(engines))
 
@@ -152,7 +152,7 @@ class Stream:
         try:
             with contextlib.suppress(TimeoutError, RollError):
                 async with asyncio.timeout(FAREWELL_S):
-                    await self.withdraw(list(self.router.load), InFlight.RESUME)
+                    await self.withdraw(list(self.router.load), InFlightPolicy.RESUME)
         finally:
             self._task.cancel()
             self.router.cancel()
@@ -195,7 +195,7 @@ class Stream:
             self._place_of[attempt.request.request_id] = attempt.place
         for place in self.lives.places_of(group):
             known = self._finished.get(place)
-            if known is not None and self.lives.state_of(place) is State.QUEUED:
+            if known is not None and self.lives.state_of(place) is Phase.QUEUED:
                 self.lives.generating(place, NOBODY, self._now())
                 self._generated(place, known)
 
@@ -232,24 +232,24 @@ class Stream:
                     kept.pop(life.place, None)
 
     # ---------------------------------------------------------------------------------------------- what happened
-    def _take(self, event: Event) -> None:
+    def _take(self, event: RolloutEvent) -> None:
         match event:
             case Completed():
                 for completion in event.completions:
                     self._completed(completion)
-            case NotGenerated():
+            case GenerationFailed():
                 self._came_to_nothing([self._place_of[request_id] for request_id in event.request_ids], event.error)
-            case Answered():
+            case Graded():
                 now = self._now()  # the same for all of a call, which is how a trace shows what was graded together
                 for item, answer in event.answers:
                     self._answered(item, answer, now)
-            case NotGraded():
+            case GradingFailed():
                 self._came_to_nothing([_place(trajectory) for _, trajectory in event.items], event.error)
 
     def _completed(self, completion: Completion) -> None:
         place = self._place_of[completion.request_id]
         whole = _joined(self._partial.pop(place, None), completion)
-        if self.lives.state_of(place) is State.ABORTING:
+        if self.lives.state_of(place) is Phase.ABORTING:
             self.lives.generated(place, len(whole.token_ids), self._now())
         elif whole.ending is not Ending.ABORTED:
             self._finished[place] = self._as_trajectory(self._attempts[place], whole)
@@ -275,7 +275,7 @@ class Stream:
         elif trajectory.failure is not None:
             self.lives.graded(place, None, self._now())
 
-    def _answered(self, item: Item, answer: Answer, now: float) -> None:
+    def _answered(self, item: GradingItem, answer: Grade, now: float) -> None:
         _, trajectory = item
         place = _place(trajectory)
         if not self.lives.awaits_grade(place):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from roll_core.rollout.lifecycle import AttemptLife, Page, Place, State
+from roll_core.rollout.lifecycle import AttemptState, Page, Place, Phase
 from roll_core.types.manifest import DrawOutcome
 from roll_core.types.trace import AttemptTrace, Fate
 from roll_core.types.trajectory import Trajectory
@@ -33,8 +33,8 @@ def trace_of(
             oldest_version=_oldest(trajectories.get(life.place)),
             drawn_at=epoch + group.drawn_at,
             spans=tuple(replace(span, begin=epoch + span.begin, end=epoch + span.end) for span in life.spans),
-            grading_at=_when(life, State.GRADING, epoch),
-            graded_at=_when(life, State.GRADED, epoch),
+            grading_at=_when(life, Phase.GRADING, epoch),
+            graded_at=_when(life, Phase.GRADED, epoch),
             consumed_at=epoch + consumed_at,
         )
         for group in page.groups
@@ -42,18 +42,18 @@ def trace_of(
     ]
 
 
-def _fate(life: AttemptLife, outcome: DrawOutcome | None) -> Fate:
+def _fate(life: AttemptState, outcome: DrawOutcome | None) -> Fate:
     assert outcome is not None, "a page has no open groups"
     match life.state:
-        case State.ABORTED:
+        case Phase.ABORTED:
             return Fate.ABORTED
-        case State.FAILED | State.ABANDONED:
+        case Phase.FAILED | Phase.ABANDONED:
             return Fate.FAILED
         case _:
             return _FATE[outcome]
 
 
-def _when(life: AttemptLife, state: State, epoch: float) -> float | None:
+def _when(life: AttemptState, state: Phase, epoch: float) -> float | None:
     """It came to a state, for the last time."""
     return next((epoch + at for seen, at in reversed(life.history) if seen is state), None)
 

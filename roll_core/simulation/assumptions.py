@@ -6,7 +6,7 @@ import math
 from roll_core.config.inference import RehearsalInference, TorchInference
 from roll_core.config.run import RunConfig
 from roll_core.simulation.machines import Cost, EngineModel, GraderModel, TrainerModel
-from roll_core.simulation.simulator import Models
+from roll_core.simulation.simulator import MachineModels
 from roll_core.simulation.workload import SampledWorkload
 
 SECONDS_PER_TRAINED_TOKEN = 1.2e-4
@@ -19,7 +19,7 @@ PROMPT_SHARE = 1 / 8
 """Prompts have so much of the room that completions leave of model.max_positions."""
 
 
-def assumed_models(config: RunConfig) -> Models:
+def assumed_models(config: RunConfig) -> MachineModels:
     match config.inference:
         case RehearsalInference() as latency:
             engine = EngineModel(latency.seconds_to_first_token, latency.seconds_per_token)
@@ -32,7 +32,7 @@ def assumed_models(config: RunConfig) -> Models:
         publish_seconds=2.0,
         other_seconds=0.5,
     )
-    return Models(engine, GraderModel((0.01,)), trainer)
+    return MachineModels(engine, GraderModel((0.01,)), trainer)
 
 
 def assumed_workload(config: RunConfig) -> SampledWorkload:

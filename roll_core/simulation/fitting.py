@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from roll_core.config.run import RunConfig
 from roll_core.reporting.activity import Levels, count_over_time
 from roll_core.simulation.machines import SHORTEST_S, Cost, EngineModel, GraderModel, TrainerModel
-from roll_core.simulation.simulator import Models
+from roll_core.simulation.simulator import MachineModels
 from roll_core.types.trace import AttemptTrace, Fate, Span
 
 ROUNDS = 6
@@ -22,11 +22,11 @@ UNUSUAL, LEAST_SHARE = 8.0, 0.75
 
 def fit_models(
     config: RunConfig, traces: Sequence[Sequence[AttemptTrace]], timings: Sequence[Mapping[str, float]]
-) -> Models:
+) -> MachineModels:
     """The machines of a run of this config, from some of its iterations: a trace and the manifest's timings of each."""
     every = [trace for of_iteration in traces for trace in of_iteration]
     num_tokens = [sum(t.num_tokens for t in of_iteration if t.fate is Fate.TRAINED) for of_iteration in traces]
-    return Models(
+    return MachineModels(
         engine=fit_engine(every, config.rollout.slots_per_engine),
         grader=fit_grader(every),
         trainer=fit_trainer(timings, num_tokens, len(config.placement.trainer)),

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
 
-from roll_core.config.rollout import InFlight
+from roll_core.config.rollout import InFlightPolicy
 from roll_core.inference.requests import Completion, GenerationRequest
-from roll_core.rollout.router import Answer, Item
+from roll_core.rollout.router import Grade, GradingItem
 from roll_core.simulation.workload import Demand, Workload
 from roll_core.types.trajectory import Demonstration, Ending, Message, Problem, Score, Speaker
 
@@ -116,7 +116,7 @@ class _Sequence:
         return self.began_at + self.num_tokens
 
 
-class ModelledEngine:
+class SimulatedEngine:
     """Continuous batching with slots. All sequences that run are given tokens at one pace, so one clock that counts tokens
     serves them all, and the next to end is the top of a heap: whoever comes or goes costs no more with many than with few.
     """
@@ -169,15 +169,15 @@ class ModelledEngine:
         self._interrupt(waiting + [self._running[name] for name in request_ids if name in self._running])
 
     # ---------------------------------------------------------------------------------------------- new weights
-    async def adopt(self, version: int, in_flight: InFlight, seconds: float) -> None:
+    async def adopt(self, version: int, in_flight: InFlightPolicy, seconds: float) -> None:
         """Take over weights, which takes `seconds` in which nothing is generated."""
         self._admits = False
         match in_flight:
-            case InFlight.FINISH:
+            case InFlightPolicy.FINISH:
                 await self._idle.wait()
-            case InFlight.RESUME:
+            case InFlightPolicy.RESUME:
                 self._interrupt(list(self._running.values()))
-            case InFlight.CONTINUE:
+            case InFlightPolicy.CONTINUE:
                 pass
         self._read_clock()
         self._generates = False
@@ -298,13 +298,13 @@ def repeated(value: int, count: int) -> tuple[int, ...]:
 
 # -------------------------------------------------------------------------------------------------- graders and problems
 @dataclass(frozen=True)
-class ModelledGrader:
+class SimulatedGrader:
     name: str
     model: GraderModel
     workload: Workload
     chance: random.Random = field(default_factory=lambda: random.Random(0))
 
-    async def grade(self, items: list[Item]) -> list[Answer]:
+    async def grade(self, items: list[GradingItem]) -> list[Grade]:
         await asyncio.sleep(sum(self.chance.choice(self.model.seconds) for _ in items))
         useful = (self.workload.is_useful(int(problem.answer)) for problem, _ in items)
         return [Score(USEFUL if passes else USELESS, passes) for passes in useful]

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from roll_core.planning.plan import PlanSection
 from roll_core.reporting.activity import percentiles
 from roll_core.simulation.machines import Cost
-from roll_core.simulation.simulator import Candidate, Models, Prediction
+from roll_core.simulation.simulator import Candidate, MachineModels, Prediction
 from roll_core.simulation.workload import Workload
 
 LENGTHS_SHOWN = 2000
@@ -13,7 +13,7 @@ LENGTHS_SHOWN = 2000
 HEADER = f"{'seconds':>9}  trainer  engines  staleness  wasted  settings"
 
 
-def describe_machines(models: Models, workload: Workload, origin: str) -> PlanSection:
+def describe_machines(models: MachineModels, workload: Workload, origin: str) -> PlanSection:
     engine, trainer = models.engine, models.trainer
     tokens = percentiles([float(workload.demand(problem, 0).num_tokens) for problem in range(LENGTHS_SHOWN)])
     grading = percentiles(models.grader.seconds)

@@ -22,8 +22,8 @@ from roll_core.simulation.machines import (
     Demands,
     EngineModel,
     GraderModel,
-    ModelledEngine,
-    ModelledGrader,
+    SimulatedEngine,
+    SimulatedGrader,
     NumberedProblems,
     NumberRenderer,
     TrainerModel,
@@ -43,7 +43,7 @@ TRAINER_SHARES = (1 / 4, 1 / 2, 3 / 4)
 
 
 @dataclass(frozen=True)
-class Models:
+class MachineModels:
     """All that a simulation knows of the machines."""
 
     engine: EngineModel
@@ -86,13 +86,13 @@ class Prediction:
         return 1.0 - self.trainer_busy
 
 
-def simulate(config: RunConfig, models: Models, workload: Workload, num_iterations: int) -> Prediction:
+def simulate(config: RunConfig, models: MachineModels, workload: Workload, num_iterations: int) -> Prediction:
     """So many iterations of a config. Numbers of engines, slots, graders and devices are the config's."""
     return run_in_virtual_time(_Simulation(config, models, workload).run(num_iterations))
 
 
 class _Simulation:
-    def __init__(self, config: RunConfig, models: Models, workload: Workload):
+    def __init__(self, config: RunConfig, models: MachineModels, workload: Workload):
         self._config = config
         self._models = models
         self._workload = workload
@@ -104,7 +104,7 @@ class _Simulation:
         config, placement = self._config, self._config.placement
         demands = Demands(self._workload)
         engines = [
-            ModelledEngine(f"engine {number}", self._models.engine, config.rollout.slots_per_engine, demands)
+            SimulatedEngine(f"engine {number}", self._models.engine, config.rollout.slots_per_engine, demands)
             for number in range(len(config.engine_devices))
         ]
         scheduler = RolloutScheduler(
@@ -115,7 +115,7 @@ class _Simulation:
             renderer=NumberRenderer(),
             engines=engines,
             graders=[
-                ModelledGrader(f"grader {number}", self._models.grader, self._workload)
+                SimulatedGrader(f"grader {number}", self._models.grader, self._workload)
                 for number in range(placement.reward_workers)
             ],
             greedy_baseline=config.algorithm.samples_greedily,
@@ -130,7 +130,7 @@ class _Simulation:
         return self._prediction(seconds, engines)
 
     async def _iterate(
-        self, scheduler: RolloutScheduler, engines: Sequence[ModelledEngine], iteration: int, first_problem: int
+        self, scheduler: RolloutScheduler, engines: Sequence[SimulatedEngine], iteration: int, first_problem: int
     ) -> int:
         """Collect, prepare, update, publish and what follows; the next iteration's first problem."""
         config, trainer = self._config, self._models.trainer
@@ -186,7 +186,7 @@ class _Simulation:
     def _note(self, name: str, edge: Edge) -> None:
         self._stages.append(StageEvent(name=name, edge=edge, at=datetime.fromtimestamp(_now(), UTC)))
 
-    def _prediction(self, seconds: Sequence[float], engines: Sequence[ModelledEngine]) -> Prediction:
+    def _prediction(self, seconds: Sequence[float], engines: Sequence[SimulatedEngine]) -> Prediction:
         total = sum(seconds)
         training = sum(span.end - span.begin for span in stage_spans(self._stages) if span.stage in TRAINING)
         traces = [trace for traces in self._traces for trace in traces]
@@ -255,7 +255,7 @@ class Candidate:
     prediction: Prediction
 
 
-def recommend(config: RunConfig, models: Models, workload: Workload, num_iterations: int) -> list[Candidate]:
+def recommend(config: RunConfig, models: MachineModels, workload: Workload, num_iterations: int) -> list[Candidate]:
     """Settings of a small grid that the config allows, the quickest first.
 
     How many devices train and how many generate, where they are apart; how far to generate ahead; how much redundancy.

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from roll_core.config.operations.services import RETRY_SECONDS
 from roll_core.errors import ArtifactDamaged, StoreRefused, StoreUnavailable, UserError
-from roll_core.store.media.folder import Folder
-from roll_core.store.media.medium import PART_SIZE, AlreadyExists, Medium, Stored, in_order, part_size
-from roll_core.store.media.memory import Memory
+from roll_core.store.media.folder import FolderMedium
+from roll_core.store.media.medium import PART_SIZE, AlreadyExists, Medium, ListedObject, in_order, part_size
+from roll_core.store.media.memory import MemoryMedium
 from roll_core.types.refs import ArtifactKind, ArtifactRef, digest_of
 
 FILES_IN_FLIGHT = 4
@@ -102,7 +102,7 @@ class ObjectStore:
         """Names directly in a folder, sorted; none if there is no such folder."""
         yield from sorted(self._medium.list(folder))
 
-    def list_below(self, folder: str) -> Iterator[Stored]:
+    def list_below(self, folder: str) -> Iterator[ListedObject]:
         """Every object below a folder, with its size and its age by the store's own clock."""
         return self._medium.list_below(folder)
 
@@ -156,9 +156,9 @@ def object_name(ref: ArtifactRef) -> str:
 def _open_medium(uri: str, retry_seconds: float) -> Medium:
     match uri.partition("://"):
         case ["file", "://", _] | [_, "", ""]:
-            return Folder(uri)
+            return FolderMedium(uri)
         case ["memory", "://", name]:
-            return Memory(name)
+            return MemoryMedium(name)
         case ["s3", "://", _]:
             return _open_bucket(uri, retry_seconds)
         case _:
@@ -168,13 +168,13 @@ def _open_medium(uri: str, retry_seconds: float) -> Medium:
 def _open_bucket(uri: str, retry_seconds: float) -> Medium:
     """Imported here because it takes half a second, which runs in a folder need not wait for."""
     try:
-        from roll_core.store.media.s3 import Bucket
+        from roll_core.store.media.s3 import S3Medium
     except ImportError as error:
         raise UserError(
             f"store.uri: {uri} cannot be opened: s3fs does not work here ({error}): install the versions it asks for with "
             "`pip install --upgrade s3fs`"
         ) from None
-    return Bucket(uri, retry_seconds)
+    return S3Medium(uri, retry_seconds)
 
 
 def _cut(data: bytes) -> Iterator[bytes]:

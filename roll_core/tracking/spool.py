@@ -77,8 +77,8 @@ class RunEnded(Record):
     timestamp_ms: int
 
 
-Event = MetricsLogged | ArtifactLogged | TagsSet | ParamsLogged | RunEnded
-_EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="kind")])
+TrackingEvent = MetricsLogged | ArtifactLogged | TagsSet | ParamsLogged | RunEnded
+_EVENT: TypeAdapter[TrackingEvent] = TypeAdapter(Annotated[TrackingEvent, Field(discriminator="kind")])
 
 
 class Destination(Record):
@@ -106,7 +106,7 @@ class _Drain(Record):
 class SpooledEvent:
     """An event and the offset right behind its line: the cursor once it is uploaded."""
 
-    event: Event
+    event: TrackingEvent
     end: int
 
 
@@ -225,7 +225,7 @@ class SpoolWriter:
         self._descriptor: int | None = None
         self._lock = threading.Lock()
 
-    def append(self, event: Event) -> None:
+    def append(self, event: TrackingEvent) -> None:
         line = event.model_dump_json().encode() + b"\n"
         with self._lock:
             if self._descriptor is None:

@@ -50,7 +50,7 @@ _SIGNALS_MEANT_FOR_THE_LEG = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, sign
 """SLURM warns every process of a job; the leg reacts, still logs, and tells the uploader when to go."""
 
 
-class Patience:
+class UploadDeadline:
     """How long to go on: for ever while the parent lives and has not asked to drain; then until a deadline."""
 
     def __init__(self, spool: Spool, parent_pid: int, drain_seconds: float):
@@ -161,7 +161,7 @@ def _batches(events: Sequence[SpooledEvent]) -> list[list[SpooledEvent]]:
     return batches
 
 
-def follow(spool: Spool, patience: Patience) -> int:
+def follow(spool: Spool, patience: UploadDeadline) -> int:
     """Upload what is logged, as it is logged, until patience is over. Answers the exit code."""
     with spool.lock_file.open("ab") as lock:
         while not _try_lock(lock.fileno()):
@@ -171,7 +171,7 @@ def follow(spool: Spool, patience: Patience) -> int:
         return _follow_locked(Upload(spool), patience)
 
 
-def _follow_locked(upload: Upload, patience: Patience) -> int:
+def _follow_locked(upload: Upload, patience: UploadDeadline) -> int:
     backoff = _FIRST_BACKOFF_SECONDS
     while not patience.is_over():
         # Asked before looking: a request to drain comes after the last event.
@@ -246,7 +246,7 @@ def main(arguments: Sequence[str]) -> int:
     for number in _SIGNALS_MEANT_FOR_THE_LEG:
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)
-    return follow(spool, Patience(spool, parsed.parent_pid, parsed.drain_seconds))
+    return follow(spool, UploadDeadline(spool, parsed.parent_pid, parsed.drain_seconds))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class Share:
     """Rows have a multiple of so many tokens, so that ranks can share them out."""
 
 
-class Trained(Protocol):
+class Trainable(Protocol):
     """What a policy and a critic have in common."""
 
     def start_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
@@ -77,7 +77,7 @@ class Trained(Protocol):
         ...
 
 
-class TrainingBackend(Trained, Protocol):
+class TrainingBackend(Trainable, Protocol):
     """A policy in training, and the frozen policies it is compared with.
 
     Micro-batches come several at a time, all of an optimizer step where it can be: the stages of a pipeline are busy only
@@ -126,7 +126,7 @@ class Values(NamedTuple):
     final_values_S: Tensor
 
 
-class CriticBackend(Trained, Protocol):
+class CriticBackend(Trainable, Protocol):
     """A value model in training."""
 
     def values(self, micro_batch: MicroBatch) -> Values: ...

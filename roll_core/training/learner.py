@@ -26,13 +26,13 @@ from roll_core.batching.token_data import TokenData, untaught
 from roll_core.config.algorithm.methods import AlgorithmConfig, Distillation
 from roll_core.config.algorithm.policy_update import Signal
 from roll_core.config.run import RunConfig
-from roll_core.config.training.mismatch import MISMATCH, AgreementAction
+from roll_core.config.training.mismatch import MISMATCH, MismatchAction
 from roll_core.config.training.training import OptimizerConfig, Packing
-from roll_core.config.training.training import TrainingBackend as BackendKind
-from roll_core.errors import SamplerDisagrees
+from roll_core.config.training.training import BackendKind
+from roll_core.errors import SamplerMismatch
 from roll_core.seeds import derive_seed
-from roll_core.training.base import CriticBackend, Policy, Snapshot, Trained, TrainingBackend
-from roll_core.training.mismatch import Agreement
+from roll_core.training.base import CriticBackend, Policy, Snapshot, Trainable, TrainingBackend
+from roll_core.training.mismatch import MismatchMeter
 from roll_core.training.torch.backend import TorchBackend
 from roll_core.training.torch.critic import TorchCritic
 from roll_core.training.torch.trainable import TorchSettings, over_ranks
@@ -148,7 +148,7 @@ class Learner:
             trained.reload()
 
     @property
-    def _trained(self) -> list[Trained]:
+    def _trained(self) -> list[Trainable]:
         return [self._policy, *([self._critic] if self._critic is not None else [])]
 
     def snapshot(self) -> Snapshot:
@@ -193,7 +193,7 @@ class Learner:
     def _accumulate_first(self, prepared: PreparedBatch, iteration: int) -> tuple[LossFn, Metrics]:
         """The gradients of the first step, by the loss that all steps take once it is known how far sampler and trainer are
         apart. Anchors tell before; without them the step itself does, and is done again if it takes the other loss."""
-        agreement, usual = Agreement(self._policy.share), self._algorithm.loss
+        agreement, usual = MismatchMeter(self._policy.share), self._algorithm.loss
         self._seed_chance("update", iteration)
         if self._knows_anchors:
             for micro_batch in chain(*prepared.steps):
@@ -215,9 +215,9 @@ class Learner:
         if limits is None or not metrics[f"{MISMATCH}fresh_tokens"]:
             return self._algorithm.loss, metrics
         complaint = limits.complaint(metrics)
-        if complaint is not None and limits.action is AgreementAction.STOP:
+        if complaint is not None and limits.action is MismatchAction.STOP:
             self._policy.discard_gradients()
-            raise SamplerDisagrees(f"iteration {iteration} was not trained on: {complaint}")
+            raise SamplerMismatch(f"iteration {iteration} was not trained on: {complaint}")
         algorithm = self._algorithm if complaint is None else self._in_disagreement
         return algorithm.loss, metrics | {f"{MISMATCH}beyond": float(complaint is not None)}
 

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll_core.algorithms.inputs import LossFn, LossInputs, LossOutputs
-from roll_core.algorithms.mismatch import Differences, measure, quantities
+from roll_core.algorithms.mismatch import MismatchSums, measure, quantities
 from roll_core.batching.token_data import TokenData
 from roll_core.config.training.mismatch import MISMATCH
 from roll_core.training.base import Share
@@ -13,7 +13,7 @@ from roll_core.training.torch.trainable import over_ranks
 from roll_core.types.manifest import Metrics
 
 
-class Agreement:
+class MismatchMeter:
     """Collects log(trainer / sampler) of this rank's tokens, if it speaks for them. Nothing is measured before all are
     there, so that a device does not wait for it after every micro-batch."""
 
@@ -52,8 +52,8 @@ class Agreement:
             self._are_fresh.append(is_fresh_N)
 
 
-def _of_all_ranks(part: Differences) -> Differences:
-    return Differences(
+def _of_all_ranks(part: MismatchSums) -> MismatchSums:
+    return MismatchSums(
         sums=over_ranks(part.sums),
         counts_B=over_ranks(part.counts_B),
         extremes=over_ranks(part.extremes, dist.ReduceOp.MAX),

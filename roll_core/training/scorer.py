@@ -26,7 +26,7 @@ class Scored(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceStates:
     """The last hidden states of another policy for the same trained tokens, and its output layer."""
 
     hidden_NH: Tensor
@@ -77,7 +77,7 @@ class TokenScorer(nn.Module):
         self._temperature = temperature
         self._chunk_tokens = chunk_tokens
 
-    def forward(self, micro_batch: MicroBatch, reference: Reference | None = None) -> Scored:
+    def forward(self, micro_batch: MicroBatch, reference: ReferenceStates | None = None) -> Scored:
         hidden_RTH = last_hidden_states(self.model.base_model, micro_batch)
         hidden_NH = hidden_RTH.flatten(0, 1)[micro_batch.predicted_by_N]
         output_VH = self.model.get_output_embeddings().weight
@@ -87,17 +87,17 @@ class TokenScorer(nn.Module):
             hidden_NH, output_VH, micro_batch.target_ids_N, reference, self._temperature, self._chunk_tokens, WHOLE
         )
 
-    def reference_states(self, micro_batch: MicroBatch) -> Reference:
+    def reference_states(self, micro_batch: MicroBatch) -> ReferenceStates:
         """What another policy needs of this one to be compared with it over the whole vocabulary."""
         hidden_RTH = last_hidden_states(self.model.base_model, micro_batch)
-        return Reference(hidden_RTH.flatten(0, 1)[micro_batch.predicted_by_N], self.model.get_output_embeddings().weight)
+        return ReferenceStates(hidden_RTH.flatten(0, 1)[micro_batch.predicted_by_N], self.model.get_output_embeddings().weight)
 
 
 def score_tokens(
     hidden_NH: Tensor,
     output_VH: Tensor,
     targets_N: Tensor,
-    reference: Reference | None,
+    reference: ReferenceStates | None,
     temperature: float,
     chunk_tokens: int,
     vocabulary: Vocabulary,
@@ -117,7 +117,7 @@ def score_tokens(
     return Scored(*scores)
 
 
-def nothing_scored(hidden: Tensor, output_VH: Tensor, reference: Reference | None) -> Scored:
+def nothing_scored(hidden: Tensor, output_VH: Tensor, reference: ReferenceStates | None) -> Scored:
     """The zero still hangs on every weight, so that all ranks run the same backward collectives."""
     nothing = ((hidden.sum() + output_VH.sum()) * 0.0).float().expand(0)
     return Scored(nothing, nothing, nothing if reference is not None else None)

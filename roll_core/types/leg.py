@@ -51,7 +51,7 @@ class LegEnded(Record):
 
 
 @dataclass(frozen=True)
-class LegPlace:
+class LegAllocation:
     """What a leg is told by whoever launched it about where it is."""
 
     ends_at: Callable[[], float]

@@ -46,7 +46,7 @@ def settings_of(flat_config: dict[str, str]) -> dict[str, str]:
     return {key: value for key, value in flat_config.items() if not key.startswith(NOT_LEARNED_FROM)}
 
 
-class Outcome(StrEnum):
+class ComparisonOutcome(StrEnum):
     WORSE = "worse"
     AS_BEFORE = "as before"
     BETTER = "better"
@@ -68,7 +68,7 @@ class Comparison(Record):
     """The median of the accepted runs; None if there is none to compare with."""
     tolerated: float | None = None
     """By how much a run may be worse than the centre."""
-    outcome: Outcome
+    outcome: ComparisonOutcome
 
     @property
     def sentence(self) -> str:
@@ -98,7 +98,7 @@ class Verdict(Record):
 
     @property
     def worse(self) -> tuple[Comparison, ...]:
-        return tuple(comparison for comparison in self.comparisons if comparison.outcome is Outcome.WORSE)
+        return tuple(comparison for comparison in self.comparisons if comparison.outcome is ComparisonOutcome.WORSE)
 
     @property
     def reasons(self) -> tuple[str, ...]:

@@ -25,10 +25,10 @@ _POLL_S = 0.0005
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where the members of a group find each other.
 
-    Example: Meeting("10.0.0.7", 41403, members=("trainer rank 0", "engine 0", "engine 1"), patience_s=60.0)
+    Example: Rendezvous("10.0.0.7", 41403, members=("trainer rank 0", "engine 0", "engine 1"), patience_s=60.0)
     """
 
     host: str
@@ -44,7 +44,7 @@ class Sender:
     def __init__(self, host: str, members: tuple[str, ...], patience_s: float, device: torch.device):
         patience = timedelta(seconds=patience_s)
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=patience)
-        self.meeting = Meeting(host, self._store.port, members, patience_s)
+        self.meeting = Rendezvous(host, self._store.port, members, patience_s)
         self._device = device
         self._group: Any = None
         self._round = 0
@@ -89,7 +89,7 @@ class Sender:
 class Receiver:
     """Every other rank."""
 
-    def __init__(self, meeting: Meeting, rank: int, device: torch.device):
+    def __init__(self, meeting: Rendezvous, rank: int, device: torch.device):
         self._meeting = meeting
         self._rank = rank
         self._round = 0
@@ -128,7 +128,7 @@ def _sign(number: int, rank: int) -> str:
     return f"round {number}: {rank}"
 
 
-def _group(store: Any, meeting: Meeting, rank: int, device: torch.device) -> Any:
+def _group(store: Any, meeting: Rendezvous, rank: int, device: torch.device) -> Any:
     patience = timedelta(seconds=2 * meeting.patience_s)  # only if nobody has looked for so long
     shared = dist.PrefixStore("group", store)
     if device.type == "cpu":
@@ -144,7 +144,7 @@ def _is_done(work: Any) -> bool:
 
 
 @contextmanager
-def _telling_what_broke(meeting: Meeting) -> Iterator[None]:
+def _telling_what_broke(meeting: Rendezvous) -> Iterator[None]:
     """Torch raises plain RuntimeErrors when a member is gone."""
     try:
         yield

@@ -1,6 +1,6 @@
 """Slices of Megatron's global tensors, which the ranks hold, from and to Hugging Face tensors.
 
-`fill` reads what a rank holds; `Gathering` gives every rank the whole tensors, a bounded number of bytes at a time. Both see
+`fill` reads what a rank holds; `TensorGatherer` gives every rank the whole tensors, a bounded number of bytes at a time. Both see
 a layout as slices only. Rows are along the first dimension of a tensor; a vector has rows and no columns.
 """
 
@@ -21,10 +21,10 @@ from roll_core.weights.buckets import BUCKET_BYTES, in_batches
 
 
 @dataclass(frozen=True)
-class Slice:
+class TensorSlice:
     """Of a global tensor.
 
-    Example: Slice("decoder.layers.mlp.linear_fc2.weight", index=(3,), global_shape=(64, 96), start=(0, 48), shape=(64, 48))
+    Example: TensorSlice("decoder.layers.mlp.linear_fc2.weight", index=(3,), global_shape=(64, 96), start=(0, 48), shape=(64, 48))
     """
 
     key: str
@@ -43,7 +43,7 @@ class Slice:
 class Shard:
     """A slice that this rank holds: some rows of a parameter, all of them but for gate and up, which are one."""
 
-    slice: Slice
+    slice: TensorSlice
     parameter: nn.Parameter
     first_row: int
     is_main: bool
@@ -72,7 +72,7 @@ def fill(shards: Sequence[Shard], names: MegatronNames, tensors: NamedTensors) -
         data[filled:].zero_()  # padding of the vocabulary
 
 
-class Gathering:
+class TensorGatherer:
     """Hugging Face tensors from the slices of all ranks, in the order of the model's parameters. Beside its shards a rank
     has in memory a bucket, of `bucket_bytes` or one tensor, and a message, of a quarter of a bucket."""
 
@@ -129,8 +129,8 @@ class _Held:
     """Rows of a slice that a rank holds, few enough for a message, which are a slice, too."""
 
     rank: int
-    of: Slice
-    slice: Slice
+    of: TensorSlice
+    slice: TensorSlice
     overlaps: tuple[_Overlap, ...]
 
     @property
@@ -151,8 +151,8 @@ class _Whole:
         return sum(prod(shape) for shape in self.shapes.values())
 
 
-def _wholes(held: list[list[Slice]], names: MegatronNames, message_numbers: int) -> Iterator[_Whole]:
-    together: dict[tuple[str, tuple[int, ...]], list[tuple[int, Slice]]] = {}
+def _wholes(held: list[list[TensorSlice]], names: MegatronNames, message_numbers: int) -> Iterator[_Whole]:
+    together: dict[tuple[str, tuple[int, ...]], list[tuple[int, TensorSlice]]] = {}
     for rank, slices in enumerate(held):
         for each in slices:
             together.setdefault((each.key, each.index), []).append((rank, each))
@@ -170,7 +170,7 @@ def _wholes(held: list[list[Slice]], names: MegatronNames, message_numbers: int)
         yield _Whole(place_of[next(iter(shapes))], shapes, of_ranks)
 
 
-def _cut(whole: Slice, message_numbers: int) -> Iterator[Slice]:
+def _cut(whole: TensorSlice, message_numbers: int) -> Iterator[TensorSlice]:
     """Into as many rows as a message takes; at least one."""
     height = max(1, message_numbers // prod(whole.shape[1:]))
     for first in range(0, whole.shape[0], height):
@@ -178,7 +178,7 @@ def _cut(whole: Slice, message_numbers: int) -> Iterator[Slice]:
         yield replace(whole, start=start, shape=shape)
 
 
-def _overlaps(names: MegatronNames, piece: Slice) -> Iterator[_Overlap]:
+def _overlaps(names: MegatronNames, piece: TensorSlice) -> Iterator[_Overlap]:
     begin, end = piece.start[0], piece.start[0] + piece.shape[0]
     for part in names.parts(piece.key, piece.index, piece.global_shape[0]):
         start, stop = max(begin, part.start), min(end, part.stop)
@@ -197,22 +197,22 @@ def _check_names(names: MegatronNames, tensors: NamedTensors) -> None:
         raise RollError(f"model.path: megatron has no place for {surplus[0]} (nor for {len(surplus) - 1} others)")
 
 
-def _check_shapes(names: MegatronNames, piece: Slice, tensors: NamedTensors) -> None:
+def _check_shapes(names: MegatronNames, piece: TensorSlice, tensors: NamedTensors) -> None:
     for name, wanted in _shapes(names, piece).items():
         if (found := tensors.shape(name)) != wanted:
             raise RollError(f"model.path: {name} is {list(found)}, and by the model's config {list(wanted)}")
 
 
-def _shapes(names: MegatronNames, piece: Slice) -> dict[str, tuple[int, ...]]:
+def _shapes(names: MegatronNames, piece: TensorSlice) -> dict[str, tuple[int, ...]]:
     """Of the whole Hugging Face tensors that a slice has some of."""
     parts = names.parts(piece.key, piece.index, piece.global_shape[0])
     return {part.name: (part.first + part.stop - part.start, *piece.global_shape[1:]) for part in parts}  # the last counts
 
 
-def _of_all_ranks(mine: list[Slice]) -> list[list[Slice]]:
+def _of_all_ranks(mine: list[TensorSlice]) -> list[list[TensorSlice]]:
     if _world_size() == 1:
         return [mine]
-    held: list[list[Slice]] = [[] for _ in range(_world_size())]
+    held: list[list[TensorSlice]] = [[] for _ in range(_world_size())]
     dist.all_gather_object(held, mine)
     return held
 

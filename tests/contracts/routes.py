@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from roll_core.config.rollout import InFlight
+from roll_core.config.rollout import InFlightPolicy
 from roll_core.inference.base import InferenceEngine
 from roll_core.store.object_store import ObjectStore
 from roll_core.weights.broadcast import Sender
@@ -52,7 +52,7 @@ class MemoryRoute:
     """What ray does once the buckets are where the engine is."""
 
     async def deliver(self, served: InferenceEngine, parcel: Parcel) -> None:
-        await served.begin_update(InFlight.FINISH)
+        await served.begin_update(InFlightPolicy.FINISH)
         for bucket in pack(parcel.sent, BUCKET_BYTES):
             if not parcel.is_lost(bucket.entries):
                 await served.load(bucket)
@@ -72,7 +72,7 @@ class StoreRoute:
         buckets = tuple(bucket for bucket in written.buckets if bucket.number not in lost)
         weights = written.model_copy(update={"buckets": buckets, "check": said.check})
         self._reader.fetch(weights)
-        await served.begin_update(InFlight.FINISH)
+        await served.begin_update(InFlightPolicy.FINISH)
         for bucket in self._reader.buckets(weights):
             await served.load(bucket)
         await served.finish_update(parcel.version, self._reader.check(weights))
@@ -88,7 +88,7 @@ class BroadcastRoute:
         if not self._have_met:
             await asyncio.gather(asyncio.to_thread(self._sender.meet), served.join(self._sender.meeting, 1))
             self._have_met = True
-        await served.begin_update(InFlight.FINISH)
+        await served.begin_update(InFlightPolicy.FINISH)
         for entries, flat in lay_out(parcel.sent, torch.float32, BUCKET_BYTES):
             if not parcel.is_lost(entries):
                 sending = asyncio.to_thread(self._sender.send, flat)

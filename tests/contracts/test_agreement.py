@@ -13,9 +13,9 @@ import torch.multiprocessing as mp
 
 from roll_core.batching.packing import PackingLimits
 from roll_core.config.training.training import Packing
-from roll_core.errors import SamplerDisagrees
+from roll_core.errors import SamplerMismatch
 from roll_core.training.base import Share
-from roll_core.training.mismatch import Agreement
+from roll_core.training.mismatch import MismatchMeter
 from roll_core.types.manifest import Metrics
 from tests.in_process import InProcess, warm_checkpoint
 from tests.micro_batches import cut, random_tokens
@@ -72,7 +72,7 @@ def test_a_healthy_run_stays_far_below_the_limits(steps, start, tmp_path):
 def test_an_engine_at_another_temperature_stops_the_run_before_the_policy_moves(steps, start, tmp_path):
     loop = loop_of(start, tmp_path, 1.3, training=LEARNING | steps | {"agreement": {"action": "stop"}})
     before = weights_of(loop)
-    with pytest.raises(SamplerDisagrees) as caught:
+    with pytest.raises(SamplerMismatch) as caught:
         loop.iterate()
     sentence = str(caught.value)
     assert sentence.startswith("iteration 1 was not trained on: mismatch/mean is 0.")
@@ -156,7 +156,7 @@ def noted(rank: int, num_ranks: int) -> Metrics:
     generator = torch.Generator().manual_seed(5)
     trainer_logprobs_N = tokens.sampler_logprobs_N + torch.randn(len(tokens.turn_N), generator=generator)
     tokens.is_fresh_N[::3] = False
-    agreement = Agreement(Share(rank, num_ranks, speaks=True))
+    agreement = MismatchMeter(Share(rank, num_ranks, speaks=True))
     limits = PackingLimits(micro_batch_tokens=26, row_tokens=None, packing=Packing.ROWS)
     for micro_batch in cut(samples, limits, tokens, rank=rank, num_ranks=num_ranks):
         scored = micro_batch.with_signals(anchor_logprobs_N=trainer_logprobs_N[micro_batch.place_N])

@@ -19,7 +19,7 @@ RECEIVING = """
 import sys, torch
 from roll_core.weights.broadcast import Meeting, Receiver
 host, port, members, patience_s, rank = eval(sys.argv[1])
-receiver = Receiver(Meeting(host, port, members, patience_s), rank, torch.device("cpu"))
+receiver = Receiver(Rendezvous(host, port, members, patience_s), rank, torch.device("cpu"))
 while True:
     print(int(receiver.receive(20_000_000)[-1]), flush=True)
 """

@@ -21,9 +21,9 @@ from roll_core.batching.demonstrations import as_sample
 from roll_core.batching.packing import PackingLimits
 from roll_core.config.inference import RehearsalInference, VllmInference
 from roll_core.config.model import Architecture, ScratchModel
-from roll_core.config.rollout import InFlight
+from roll_core.config.rollout import InFlightPolicy
 from roll_core.config.training.training import Packing, TrainingConfig
-from roll_core.errors import EngineDied, WeightsMismatch
+from roll_core.errors import EngineDied, WrongWeights
 from roll_core.inference import torch_engine
 from roll_core.inference.base import InferenceEngine, WeightsUpdate, adopt
 from roll_core.inference.rehearsal_engine import RehearsalEngine
@@ -160,7 +160,7 @@ class VllmSubject(Subject):
                 num_threads=1,
             )
         self._engine._num_slots = num_slots
-        await adopt(self._engine, update(0, seed=0, architecture=self.architecture), InFlight.FINISH)
+        await adopt(self._engine, update(0, seed=0, architecture=self.architecture), InFlightPolicy.FINISH)
         return self._engine
 
     async def settled(self, served: InferenceEngine, steps: int) -> None:
@@ -291,7 +291,7 @@ def test_sampler_and_trainer_agree_on_the_logprob_of_every_token_after_several_u
     async def after_updates() -> list[Completion]:
         served = await model_subject.engine(5)
         for version in (1, 2, 3):
-            await adopt(served, update(version, seed=version, architecture=architecture), InFlight.FINISH)
+            await adopt(served, update(version, seed=version, architecture=architecture), InFlightPolicy.FINISH)
         return await generate_all(served, asked)
 
     backend = trainer(architecture, temperature, seed=3)
@@ -309,7 +309,7 @@ def test_a_prompt_that_several_share_is_computed_by_the_weights_of_the_day(model
     async def before_and_after() -> list[Completion]:
         served = await model_subject.engine(2)
         await generate_all(served, asked)
-        await adopt(served, update(1, seed=3, architecture=architecture), InFlight.FINISH)
+        await adopt(served, update(1, seed=3, architecture=architecture), InFlightPolicy.FINISH)
         return await generate_all(served, asked)
 
     backend = trainer(architecture, seed=3)
@@ -360,7 +360,7 @@ def test_every_token_carries_the_version_that_produced_it_when_generation_contin
         served = await subject.engine()
         pending = asyncio.create_task(served.generate(GenerationRequest("a", (5, 6), 12, 1.0, NO_STOP, seed=1)))
         await subject.settled(served, 5)
-        await adopt(served, update(4), InFlight.CONTINUE)
+        await adopt(served, update(4), InFlightPolicy.CONTINUE)
         return await pending
 
     versions = subject.run(across_an_update()).weights_versions
@@ -375,7 +375,7 @@ def test_finish_lets_running_requests_end_with_the_weights_they_began_with(subje
         asked = [GenerationRequest(str(i), (5, 6), 6, 1.0, NO_STOP, seed=i) for i in range(4)]
         pending = [asyncio.create_task(served.generate(request)) for request in asked]
         await subject.settled(served, 3)
-        await adopt(served, update(4), InFlight.FINISH)
+        await adopt(served, update(4), InFlightPolicy.FINISH)
         return await asyncio.gather(*pending)
 
     completions = subject.run(across_an_update())
@@ -388,7 +388,7 @@ def test_resume_ends_running_requests_with_what_they_have_and_starts_waiting_one
         asked = [GenerationRequest(str(i), (5, 6), 30, 1.0, NO_STOP, seed=i) for i in range(4)]
         pending = [asyncio.create_task(served.generate(request)) for request in asked]
         await subject.settled(served, 5)
-        await adopt(served, update(4), InFlight.RESUME)
+        await adopt(served, update(4), InFlightPolicy.RESUME)
         return await asyncio.gather(*pending)
 
     *interrupted, third, fourth = subject.run(across_an_update())
@@ -442,12 +442,12 @@ def test_a_request_interrupted_anywhere_and_resumed_gives_the_tokens_of_an_unint
 
     async def uninterrupted() -> list[Completion]:
         served = await subject.engine(num_slots)
-        await adopt(served, update(1), InFlight.FINISH)
+        await adopt(served, update(1), InFlightPolicy.FINISH)
         return await generate_all(served, asked)
 
     async def interrupted(at: int) -> list[Completion]:
         served, version = await subject.engine(num_slots), 1
-        await adopt(served, update(version), InFlight.FINISH)
+        await adopt(served, update(version), InFlightPolicy.FINISH)
 
         async def interrupt() -> None:
             nonlocal version
@@ -455,7 +455,7 @@ def test_a_request_interrupted_anywhere_and_resumed_gives_the_tokens_of_an_unint
                 await served.abort(*(request.request_id for request in asked))
             else:
                 version += 1
-                await adopt(served, update(version), InFlight.RESUME)
+                await adopt(served, update(version), InFlightPolicy.RESUME)
 
         return await in_pieces(subject, served, asked, interrupt, at)
 
@@ -474,7 +474,7 @@ def test_a_resumed_completion_says_which_version_produced_which_token_and_answer
         served = await subject.engine()
         pending = asyncio.create_task(served.generate(request))
         await subject.settled(served, 6)
-        await adopt(served, update(4), InFlight.RESUME)
+        await adopt(served, update(4), InFlightPolicy.RESUME)
         first = await pending
         return first, await served.generate(replace(request, prefix_ids=first.token_ids))
 
@@ -538,7 +538,7 @@ def test_an_engine_that_slept_serves_nobody_before_it_has_new_weights(subject):
         await served.wake()
         early = asyncio.create_task(served.generate(GenerationRequest("early", (5, 6), 10, 1.0, NO_STOP, seed=1)))
         await asyncio.sleep(0)
-        await adopt(served, update(7), InFlight.FINISH)
+        await adopt(served, update(7), InFlightPolicy.FINISH)
         return await early
 
     assert set(subject.run(wake_without()).weights_versions) == {7}
@@ -582,10 +582,10 @@ def test_new_weights_change_what_is_generated_and_sleep_changes_nothing(model_su
         served, asked = await model_subject.engine(), requests(4, stop=NO_STOP)
         before = await generate_all(served, asked)
         await served.sleep()
-        await adopt(served, update(1, seed=0, architecture=architecture), InFlight.FINISH)
+        await adopt(served, update(1, seed=0, architecture=architecture), InFlightPolicy.FINISH)
         await served.wake()
         after_sleep = await generate_all(served, asked)
-        await adopt(served, update(2, seed=2, architecture=architecture), InFlight.FINISH)
+        await adopt(served, update(2, seed=2, architecture=architecture), InFlightPolicy.FINISH)
         return [tuple(c.token_ids for c in batch) for batch in (before, after_sleep, await generate_all(served, asked))]
 
     before, after_sleep, other_weights = model_subject.run(three_times())
@@ -617,13 +617,13 @@ def test_weights_that_were_damaged_on_the_way_are_refused_by_name_and_nobody_is_
             list(watch.over(whole))
             for name in (sample.name for sample in watch.check.samples):
                 looked_at[is_experts(name)] += 1
-                with pytest.raises(WeightsMismatch, match=f"weights version {version} differs .*{name}"):
-                    await adopt(served, WeightsUpdate(version, permuted(whole, name), watch.check), InFlight.FINISH)
+                with pytest.raises(WrongWeights, match=f"weights version {version} differs .*{name}"):
+                    await adopt(served, WeightsUpdate(version, permuted(whole, name), watch.check), InFlightPolicy.FINISH)
         assert looked_at == {False: 5 * TENSORS, True: 5 * TENSORS if architecture is Architecture.QWEN3_MOE else 0}
         asked = asyncio.create_task(served.generate(requests(1)[0]))
         done, _ = await asyncio.wait([asked], timeout=0.2)
         assert not done, "an engine with damaged weights answered"
-        await adopt(served, update(9, architecture=architecture), InFlight.FINISH)
+        await adopt(served, update(9, architecture=architecture), InFlightPolicy.FINISH)
         assert set((await asked).weights_versions) == {9}
 
     model_subject.run(refused())
@@ -652,7 +652,7 @@ def test_by_every_route_come_the_weights_that_were_sent(routed_subject, route):
 
     async def at_once() -> list[Completion]:
         served = await routed_subject.engine()
-        await adopt(served, update(2, seed=2, architecture=architecture), InFlight.FINISH)
+        await adopt(served, update(2, seed=2, architecture=architecture), InFlightPolicy.FINISH)
         return await generate_all(served, asked)
 
     assert routed_subject.run(by_route()) == routed_subject.run(at_once())
@@ -665,7 +665,7 @@ def test_by_every_route_a_permuted_tensor_is_refused_by_name(routed_subject, rou
     async def refused() -> None:
         served = await routed_subject.engine()
         await route.deliver(served, Parcel(1, whole, promised=whole))
-        with pytest.raises(WeightsMismatch, match=f"weights version 2 differs .*{name}"):
+        with pytest.raises(WrongWeights, match=f"weights version 2 differs .*{name}"):
             await route.deliver(served, Parcel(2, permuted(whole, name), promised=whole))
 
     routed_subject.run(refused())
@@ -677,7 +677,7 @@ def test_by_every_route_a_lost_bucket_is_named(routed_subject, route):
 
     async def refused() -> None:
         served = await routed_subject.engine()
-        with pytest.raises(WeightsMismatch, match=f"weights version 1 lacks .*{lost}"):
+        with pytest.raises(WrongWeights, match=f"weights version 1 lacks .*{lost}"):
             await route.deliver(served, Parcel(1, whole, promised=whole, lost=lost))
 
     routed_subject.run(refused())
@@ -689,7 +689,7 @@ def test_by_every_route_an_old_version_under_a_new_number_is_refused(routed_subj
     async def refused() -> None:
         served = await routed_subject.engine()
         await route.deliver(served, Parcel(1, old, promised=old))
-        with pytest.raises(WeightsMismatch, match="weights version 2 differs from the trainer's: "):
+        with pytest.raises(WrongWeights, match="weights version 2 differs from the trainer's: "):
             await route.deliver(served, Parcel(2, old, promised=new))
 
     routed_subject.run(refused())
@@ -703,10 +703,10 @@ def test_an_update_that_broke_off_is_made_again_from_its_beginning(model_subject
         served = await model_subject.engine()
         if breaks:
             buckets = list(pack(weights(2, architecture), bucket_bytes=1))  # a tensor each
-            await served.begin_update(InFlight.FINISH)
+            await served.begin_update(InFlightPolicy.FINISH)
             for bucket in buckets[: len(buckets) // 2]:
                 await served.load(bucket)
-        await adopt(served, update(3, 3, architecture), InFlight.FINISH)
+        await adopt(served, update(3, 3, architecture), InFlightPolicy.FINISH)
         return [c.token_ids for c in await generate_all(served, asked)]
 
     assert model_subject.run(tokens(breaks=True)) == model_subject.run(tokens(breaks=False))
@@ -792,7 +792,7 @@ def test_when_the_process_of_vllm_is_killed_every_call_says_so_and_nobody_waits(
         os.kill(pid, signal.SIGKILL)
         failures = await asyncio.gather(*pending, return_exceptions=True)
         with pytest.raises(EngineDied, match="vLLM's process ended"):
-            await served.begin_update(InFlight.FINISH)
+            await served.begin_update(InFlightPolicy.FINISH)
         return failures
 
     failures = subject.run(after_its_death())

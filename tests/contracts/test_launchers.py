@@ -14,10 +14,10 @@ from infra.slurm.local import LocalLauncher
 from infra.slurm.queue import SlurmUnavailable
 from infra.slurm.slurm import SlurmLauncher
 from roll_core.config.operations import legs as launchers
-from roll_core.types.leg import LegEnding, LegPlace
+from roll_core.types.leg import LegEnding, LegAllocation
 from tests.integration.conftest import wait_until
 
-SMALL = launchers.SlurmLauncher(partition="low", exclusive=False, cpus_per_node=1, memory_gigabytes=1)
+SMALL = launchers.SlurmLauncherConfig(partition="low", exclusive=False, cpus_per_node=1, memory_gigabytes=1)
 
 
 @pytest.fixture
@@ -50,15 +50,15 @@ def ended(job: LegJob) -> JobEnd:
     return job.end()
 
 
-def seconds_left(place: LegPlace) -> float:
+def seconds_left(place: LegAllocation) -> float:
     return place.ends_at() - time.time()
 
 
-def die(_: LegPlace) -> None:
+def die(_: LegAllocation) -> None:
     os._exit(3)
 
 
-def stay(note: Path, _: LegPlace) -> None:
+def stay(note: Path, _: LegAllocation) -> None:
     note.write_text(str(os.getpid()))
     time.sleep(600)
 
@@ -96,7 +96,7 @@ def test_a_leg_that_is_cancelled_ends_with_all_it_had_and_is_not_found_any_more(
 @pytest.mark.usefixtures("on_slurm")
 def test_what_slurm_refuses_is_told_in_one_sentence(tmp_path):
     with pytest.raises(SlurmUnavailable, match="could not be submitted: .*invalid partition specified: nowhere") as caught:
-        SlurmLauncher(launchers.SlurmLauncher(partition="nowhere")).submit(a_request(tmp_path), die)
+        SlurmLauncher(launchers.SlurmLauncherConfig(partition="nowhere")).submit(a_request(tmp_path), die)
     assert "\n" not in str(caught.value)
 
 

@@ -15,9 +15,9 @@ from roll_core.config.model import Architecture
 from roll_core.config.training.layout import LayoutConfig as Layout
 from roll_core.config.training.training import TrainingConfig
 from roll_core.models.checkpoint_names import as_checkpoint
-from roll_core.models.megatron_names import LAYERS, Made, MegatronNames
-from roll_core.models.tensor_files import TensorFiles, Turn, write_tensors
-from roll_core.weights.shards import Gathering, fill
+from roll_core.models.megatron_names import LAYERS, RowMapping, MegatronNames
+from roll_core.models.tensor_files import TensorFiles, WriterRank, write_tensors
+from roll_core.weights.shards import TensorGatherer, fill
 
 SIZES = {
     "vocab_size": 51,
@@ -96,7 +96,7 @@ def _in_rank(rank: int, num_ranks: int, folder: Path) -> None:
             _there_and_back(folder, name, layout, to)
         if num_ranks == 1:
             for architecture in Architecture:
-                LAYERS[architecture][FC1] = Made(("mlp.up_proj.weight", "mlp.gate_proj.weight"))
+                LAYERS[architecture][FC1] = RowMapping(("mlp.up_proj.weight", "mlp.gate_proj.weight"))
             for name in MODELS:
                 _there_and_back(folder, name, Layout(), f"{name}, swapped")
     dist.destroy_process_group()
@@ -116,8 +116,8 @@ def _there_and_back(folder: Path, name: str, layout: Layout, to: str) -> None:
             parameter.fill_(float("nan"))
     shards, names = shards_of(chunks), MegatronNames(config)
     fill(shards, names, TensorFiles(folder / name))
-    weights = Gathering(shards, names, SMALL_BUCKET).tensors(lambda parameter: parameter.data, torch.float32)
-    write_tensors(weights, folder / to, SMALL_SHARD, Turn(dist.get_rank(), dist.get_world_size()))
+    weights = TensorGatherer(shards, names, SMALL_BUCKET).tensors(lambda parameter: parameter.data, torch.float32)
+    write_tensors(weights, folder / to, SMALL_SHARD, WriterRank(dist.get_rank(), dist.get_world_size()))
     dist.barrier()
     if dist.get_world_size() == 1:
         token_ids = _token_ids()

@@ -12,7 +12,7 @@ from roll_core.algorithms.losses import cross_entropy
 from roll_core.batching.packing import PackingLimits
 from roll_core.config.model import Architecture, ScratchModel
 from roll_core.config.training.experts import ExpertsConfig
-from roll_core.config.training.training import OptimizerConfig, Packing, TrainingBackend, TrainingConfig
+from roll_core.config.training.training import OptimizerConfig, Packing, BackendKind, TrainingConfig
 from roll_core.training.megatron.backend import MegatronBackend, MegatronSettings
 from roll_core.training.torch.backend import TorchBackend
 from roll_core.training.torch.trainable import TorchSettings
@@ -25,18 +25,18 @@ FROZEN = ExpertsConfig(freeze_router=True)
 LOSSES = ExpertsConfig(balance_loss=0.1, z_loss=0.01)
 
 
-@pytest.fixture(params=list(TrainingBackend))
-def kind(request) -> TrainingBackend:
+@pytest.fixture(params=list(BackendKind))
+def kind(request) -> BackendKind:
     return request.param
 
 
-def new_backend(kind: TrainingBackend, experts: ExpertsConfig, **training: Any) -> Any:
+def new_backend(kind: BackendKind, experts: ExpertsConfig, **training: Any) -> Any:
     config = TrainingConfig(backend=kind, experts=experts, **training)
     built: Any
     match kind:
-        case TrainingBackend.TORCH:
+        case BackendKind.TORCH:
             built = TorchBackend(MIXTURE, TorchSettings(config, 3, 1.0, torch.device("cpu")))
-        case TrainingBackend.MEGATRON:
+        case BackendKind.MEGATRON:
             built = MegatronBackend(MIXTURE, MegatronSettings(config, 3, 1.0, torch.device("cpu")))
     built.start_optimizer(OptimizerConfig(learning_rate=1e-3, weight_decay=0.1), total_steps=10)
     return built
@@ -92,18 +92,18 @@ def test_a_checkpoint_of_trained_routers_is_gone_on_from_with_frozen_ones(kind, 
 
 def test_frozen_routers_stay_when_ranks_share_out_the_weights(tmp_path):
     start_ranks(_in_rank, (2, str(tmp_path)), 2)
-    before = weights(new_backend(TrainingBackend.TORCH, FROZEN))
+    before = weights(new_backend(BackendKind.TORCH, FROZEN))
     assert_routers_stay(before, torch.load(tmp_path / "weights"))
 
 
 def _in_rank(rank: int, num_ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=num_ranks)
-    backend = new_backend(TrainingBackend.TORCH, FROZEN)
+    backend = new_backend(BackendKind.TORCH, FROZEN)
     step(backend, 0)
     backend.snapshot()(Path(folder) / "checkpoint")
     dist.barrier()
-    backend = new_backend(TrainingBackend.TORCH, FROZEN)
+    backend = new_backend(BackendKind.TORCH, FROZEN)
     backend.load(Path(folder) / "checkpoint")
     step(backend, 1)
     found = weights(backend)
@@ -115,7 +115,7 @@ def _in_rank(rank: int, num_ranks: int, folder: str) -> None:
 # -------------------------------------------------------------------------------------------------------------------- losses
 def test_both_backends_find_the_same_losses_of_routers_and_go_on_with_them_from_a_checkpoint(tmp_path):
     found = {}
-    for kind in TrainingBackend:
+    for kind in BackendKind:
         backend, folder = new_backend(kind, LOSSES), tmp_path / kind
         metrics = [step(backend, 0)]
         backend.snapshot()(folder)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from roll_core.algorithms.losses import cross_entropy
 from roll_core.batching.packing import PackingLimits
-from roll_core.config.rollout import InFlight
+from roll_core.config.rollout import InFlightPolicy
 from roll_core.config.training.experts import ExpertsConfig
-from roll_core.config.training.training import Packing, TrainingBackend
+from roll_core.config.training.training import Packing, BackendKind
 from roll_core.inference.base import WeightsUpdate, adopt
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
@@ -34,8 +34,8 @@ NOISE = 0.03
 """Of routers' weights, whose standard deviation is 0.06."""
 
 
-@pytest.fixture(params=list(TrainingBackend))
-def kind(request) -> TrainingBackend:
+@pytest.fixture(params=list(BackendKind))
+def kind(request) -> BackendKind:
     return request.param
 
 
@@ -52,7 +52,7 @@ def weights_of_engine(noise: float) -> dict[str, Tensor]:
 async def served(noise: float) -> TorchEngine:
     engine = TorchEngine(MIXTURE, seed=0, num_slots=7, device=torch.device("cpu"), dtype=torch.float32)
     engine.record_experts()
-    await adopt(engine, WeightsUpdate(0, weights_of_engine(noise).items()), InFlight.FINISH)
+    await adopt(engine, WeightsUpdate(0, weights_of_engine(noise).items()), InFlightPolicy.FINISH)
     return engine
 
 

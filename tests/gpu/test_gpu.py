@@ -16,7 +16,7 @@ from roll_core.batching.micro_batch import MicroBatch
 from roll_core.batching.packing import PackingLimits
 from roll_core.config.algorithm.methods import AlgorithmConfig, Grpo
 from roll_core.config.model import Architecture, ScratchModel
-from roll_core.config.rollout import InFlight
+from roll_core.config.rollout import InFlightPolicy
 from roll_core.config.training.training import OptimizerConfig, Packing, Precision, TrainingConfig
 from roll_core.inference.base import WeightsUpdate, adopt
 from roll_core.inference.requests import Completion, GenerationRequest
@@ -59,7 +59,7 @@ def loss_of(algorithm: AlgorithmConfig) -> LossFn:
 
 async def sample(served: TorchEngine, trained: TorchBackend, asked: list[GenerationRequest]) -> list[Completion]:
     await served.sleep()
-    await adopt(served, WeightsUpdate(1, unpack(pack(trained.weights()))), InFlight.FINISH)
+    await adopt(served, WeightsUpdate(1, unpack(pack(trained.weights()))), InFlightPolicy.FINISH)
     await served.wake()
     return await asyncio.gather(*(served.generate(request) for request in asked))
 
@@ -97,13 +97,13 @@ def test_what_new_weights_interrupt_is_resumed_with_the_tokens_it_would_have_got
 
     async def served(interrupts: bool) -> list[Completion]:
         engine = TorchEngine(model, seed=0, num_slots=24, device=GPU, dtype=torch.float32)
-        await adopt(engine, WeightsUpdate(1, unpack(pack(trained.weights()))), InFlight.FINISH)
+        await adopt(engine, WeightsUpdate(1, unpack(pack(trained.weights()))), InFlightPolicy.FINISH)
         running = [asyncio.create_task(engine.generate(request)) for request in asked]
         if not interrupts:
             return await asyncio.gather(*running)
         for _ in range(12):
             await asyncio.sleep(0)
-        await adopt(engine, WeightsUpdate(2, unpack(pack(trained.weights()))), InFlight.RESUME)
+        await adopt(engine, WeightsUpdate(2, unpack(pack(trained.weights()))), InFlightPolicy.RESUME)
         parts = await asyncio.gather(*running)
         assert all(0 < len(part.token_ids) < 40 for part in parts)
         rest = [

@@ -7,7 +7,7 @@ from roll_core.algorithms.catalog import build_algorithm
 from roll_core.batching.packing import PackingLimits
 from roll_core.config.algorithm.methods import Grpo
 from roll_core.config.model import Architecture, ScratchModel
-from roll_core.config.training.training import OptimizerConfig, Packing, Precision, TrainingBackend, TrainingConfig
+from roll_core.config.training.training import OptimizerConfig, Packing, Precision, BackendKind, TrainingConfig
 from roll_core.training.base import Policy
 from roll_core.training.megatron.backend import MegatronBackend, MegatronSettings
 from roll_core.training.torch.backend import TorchBackend
@@ -26,7 +26,7 @@ def micro_batch():
 
 def backend(architecture: Architecture, precision: Precision) -> MegatronBackend:
     model = ScratchModel(max_positions=64, architecture=architecture, hidden_size=128, intermediate_size=384)
-    training = TrainingConfig(backend=TrainingBackend.MEGATRON, precision=precision)
+    training = TrainingConfig(backend=BackendKind.MEGATRON, precision=precision)
     built = MegatronBackend(model, MegatronSettings(training, 3, 1.0, GPU))
     built.start_optimizer(OptimizerConfig(learning_rate=1e-3), total_steps=20)
     return built

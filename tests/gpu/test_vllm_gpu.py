@@ -11,9 +11,9 @@ from roll_core.batching.demonstrations import as_sample
 from roll_core.batching.packing import PackingLimits
 from roll_core.config.inference import VllmInference
 from roll_core.config.model import ScratchModel
-from roll_core.config.rollout import InFlight
+from roll_core.config.rollout import InFlightPolicy
 from roll_core.config.training.training import OptimizerConfig, Packing, Precision, TrainingConfig
-from roll_core.errors import WeightsMismatch
+from roll_core.errors import WrongWeights
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.vllm.engine import VllmEngine
 from roll_core.training.base import Policy
@@ -51,7 +51,7 @@ class Served:
         config = VllmInference(memory_share=0.2)
         return VllmEngine(MODEL, config, num_slots=64, device=GPU, dtype=self.dtype, num_threads=4)
 
-    async def adopt_shared(self, version: int, backend: TorchBackend, in_flight: InFlight = InFlight.FINISH) -> None:
+    async def adopt_shared(self, version: int, backend: TorchBackend, in_flight: InFlightPolicy = InFlightPolicy.FINISH) -> None:
         """As fleet, rank and engine do it: where the weights lie, and every third time by small buckets through a buffer."""
         watch = Watch(version)
         await self.engine.begin_update(in_flight)
@@ -111,7 +111,7 @@ def test_weights_by_way_of_the_host_are_the_same(served):
 
     async def by_host() -> list[Completion]:
         watch = Watch(1)
-        await served.engine.begin_update(InFlight.FINISH)
+        await served.engine.begin_update(InFlightPolicy.FINISH)
         for bucket in pack(watch.over(backend.weights()), bucket_bytes=500_000):
             await served.engine.load(bucket)
         await served.engine.finish_update(1, watch.check)
@@ -130,17 +130,17 @@ def test_damaged_weights_are_refused_by_name(served):
             matrices = [sample.name for sample in watch.check.samples if sample.values.ndim == 2]
             for name in matrices:
                 damaged = ((n, t.roll(1, dims=-1) if n == name else t) for n, t in backend.weights())
-                await served.engine.begin_update(InFlight.FINISH)
+                await served.engine.begin_update(InFlightPolicy.FINISH)
                 for bucket in pack_on_device(damaged, served.dtype):
                     await served.engine.load(bucket)
-                with pytest.raises(WeightsMismatch, match=f"version {version} differs .*{name}"):
+                with pytest.raises(WrongWeights, match=f"version {version} differs .*{name}"):
                     await served.engine.finish_update(version, watch.check)
         await served.adopt_shared(9, backend)
 
     served.run(refused())
 
 
-@pytest.mark.parametrize("in_flight", [InFlight.RESUME, InFlight.CONTINUE])
+@pytest.mark.parametrize("in_flight", [InFlightPolicy.RESUME, InFlightPolicy.CONTINUE])
 def test_what_new_weights_interrupt_goes_on_with_the_tokens_it_would_have_got(served, in_flight):
     """The same weights under another number, while all are under way. In bfloat16 a token may fall on the other side when
     another batch rounds another way, so that only float32 is compared token by token."""

@@ -16,17 +16,17 @@ from flows import cli
 from flows import prefect_server as control_plane
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.roles import fleet
-from roll_core.roles import worker_pool as workforce
+from roll_core.roles import worker_pool as worker_pool
 from roll_core.roles.engine_role import EngineRole
 from roll_core.roles.reward_role import RewardRole
 from roll_core.roles.trainer_rank import TrainerRank
-from roll_core.types.leg import LegEnded, LegPlace
+from roll_core.types.leg import LegEnded, LegAllocation
 from roll_core.types.manifest import Collected, Updated
 from roll_core.types.refs import RunRef
 from roll_core.types.trajectory import Problem, Score, Trajectory
 
 if TYPE_CHECKING:
-    from roll_core.weights.broadcast import Meeting
+    from roll_core.weights.broadcast import Rendezvous
     from roll_core.weights.buckets import BroadcastBucket
 
 FAULTS, GENERATED = "ROLL_TEST_FAULTS", "ROLL_TEST_GENERATED"
@@ -66,7 +66,7 @@ class UnreliableReceiver(NotingEngine):
         await super().start()
         self._loads = self._joins = 0
 
-    async def join(self, meeting: "Meeting", rank: int) -> None:
+    async def join(self, meeting: "Rendezvous", rank: int) -> None:
         self._joins += 1
         if self._joins == 2 and is_first("absent"):
             await asyncio.Event().wait()
@@ -112,16 +112,16 @@ class FailingTrainer(TrainerRank):
         return super().update(collected, trajectories)
 
 
-def run_faulty_leg(run: RunRef, leg: int, context: dict[str, Any] | None, place: LegPlace) -> LegEnded:
+def run_faulty_leg(run: RunRef, leg: int, context: dict[str, Any] | None, place: LegAllocation) -> LegEnded:
     """A leg with the roles above; the reward's service is back in the second one."""
     from flows.leg_process import run_train_leg
 
     faults = os.environ[FAULTS].split(",")
     engines = {"DyingEngine": DyingEngine, "UnreliableReceiver": UnreliableReceiver}
     wanted = [engine for fault, engine in engines.items() if fault in faults and leg == 1]
-    workforce.EngineRole = wanted[0] if wanted else NotingEngine
+    worker_pool.EngineRole = wanted[0] if wanted else NotingEngine
     if "AbsentReward" in faults and leg == 1:
-        workforce.RewardRole = AbsentReward
+        worker_pool.RewardRole = AbsentReward
     if "FailingTrainer" in faults:
         fleet.TrainerRank = FailingTrainer
     return run_train_leg(run, leg, context, place)

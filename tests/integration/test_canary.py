@@ -12,7 +12,7 @@ from ray.cluster_utils import Cluster
 from roll_core.config.operations.nodes import NodesConfig
 from roll_core.config.operations.placement import ClusterConfig
 from roll_core.errors import NodeUnfit
-from roll_core.roles.canary import Question, ask_nodes, check_nodes, meet, node_name
+from roll_core.roles.canary import CanaryRequest, ask_nodes, check_nodes, meet, node_name
 from roll_core.store.records.nodes import read_failures
 from tests.integration.conftest import Workspace
 from tests.support import ROOT
@@ -46,13 +46,13 @@ def test_a_node_is_named_as_its_launcher_knows_it(two_nodes, tmp_path: Path):
 
 
 def test_a_node_without_the_gpus_it_should_have_is_unfit(two_nodes, tmp_path: Path):
-    unfit, members = ask_nodes(Question((tmp_path,), 1e-3, num_gpus=1), FIT)
+    unfit, members = ask_nodes(CanaryRequest((tmp_path,), 1e-3, num_gpus=1), FIT)
     assert members == []
     assert list(unfit.values()) == [["Ray sees 0 GPUs, cluster.devices_per_node asks for 1"]], "both are on this host"
 
 
 def test_a_collective_that_cannot_begin_says_so(two_nodes, tmp_path: Path):
-    _, [first, second] = ask_nodes(Question((tmp_path,), 1e-3, num_gpus=0), FIT)
+    _, [first, second] = ask_nodes(CanaryRequest((tmp_path,), 1e-3, num_gpus=0), FIT)
     with socket.create_server(("", 0)) as taken:
         host = first.meeting_point.rpartition(":")[0]
         nowhere = dataclasses.replace(first, meeting_point=f"{host}:{taken.getsockname()[1]}")

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from roll_core.config.training.mismatch import AgreementAction, AgreementConfig
+from roll_core.config.training.mismatch import MismatchAction, MismatchConfig
 from roll_core.types.manifest import Updated
 from tasks.update import say_if_sampler_disagrees
 
@@ -12,7 +12,7 @@ FAR = {"mismatch/mean": 0.21, "mismatch/kl": 0.03, "mismatch/share_off": 0.1}
 
 
 def test_a_complaint_names_the_number_the_key_and_what_to_check():
-    complaint = AgreementConfig().complaint(FAR)
+    complaint = MismatchConfig().complaint(FAR)
     assert complaint is not None
     assert complaint.startswith("mismatch/mean is 0.21, above training.agreement.max_mean (0.05): ")
     assert "rollout.temperature" in complaint
@@ -22,10 +22,10 @@ def test_a_complaint_names_the_number_the_key_and_what_to_check():
 @pytest.mark.parametrize(
     ("limits", "beyond"),
     [
-        (AgreementConfig(max_mean=0.2), "mean"),
-        (AgreementConfig(max_mean=0.21), None),  # at the limit is within it
-        (AgreementConfig(max_mean=None, max_kl=0.02), "kl"),
-        (AgreementConfig(max_mean=None, max_kl=0.04, max_share_off=0.05), "share_off"),
+        (MismatchConfig(max_mean=0.2), "mean"),
+        (MismatchConfig(max_mean=0.21), None),  # at the limit is within it
+        (MismatchConfig(max_mean=None, max_kl=0.02), "kl"),
+        (MismatchConfig(max_mean=None, max_kl=0.04, max_share_off=0.05), "share_off"),
     ],
 )
 def test_any_limit_can_be_the_one(limits, beyond):
@@ -34,14 +34,14 @@ def test_any_limit_can_be_the_one(limits, beyond):
 
 
 def test_a_batch_without_fresh_tokens_is_not_judged():
-    assert AgreementConfig().complaint({"mismatch/fresh_tokens": 0.0, "mismatch/stale_mean": 3.0}) is None
+    assert MismatchConfig().complaint({"mismatch/fresh_tokens": 0.0, "mismatch/stale_mean": 3.0}) is None
 
 
 def test_an_iteration_beyond_the_limits_is_told_in_one_sentence(caplog):
     updated = Updated(iteration=7, weights_version=7, metrics=FAR)
     with caplog.at_level(logging.WARNING):
-        say_if_sampler_disagrees(updated, AgreementConfig(action=AgreementAction.WARN))
-        say_if_sampler_disagrees(updated, AgreementConfig(max_mean=1.0))
+        say_if_sampler_disagrees(updated, MismatchConfig(action=MismatchAction.WARN))
+        say_if_sampler_disagrees(updated, MismatchConfig(max_mean=1.0))
         say_if_sampler_disagrees(updated, None)
     (record,) = caplog.records
     assert record.getMessage().startswith("iteration 7 (training.agreement.action warn): mismatch/mean is 0.21, above")

@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 
-from roll_core.config.rollout import InFlight
+from roll_core.config.rollout import InFlightPolicy
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.reporting.activity import iterations_of, stage_spans, summarise
 from roll_core.simulation.fitting import fit_models, non_negative_least_squares, with_slot_times
-from roll_core.simulation.machines import Cost, Demands, EngineModel, GraderModel, ModelledEngine, TrainerModel
-from roll_core.simulation.simulator import Models, Prediction, recommend, simulate
+from roll_core.simulation.machines import Cost, Demands, EngineModel, GraderModel, SimulatedEngine, TrainerModel
+from roll_core.simulation.simulator import MachineModels, Prediction, recommend, simulate
 from roll_core.simulation.virtual_time import run_in_virtual_time
 from roll_core.simulation.workload import Demand, SampledWorkload, recorded_workload
 from roll_core.types.trace import AttemptTrace, Fate, Span
@@ -38,12 +38,12 @@ def generated(
     model: EngineModel,
     num_slots: int,
     *requests: GenerationRequest,
-    meanwhile: Callable[[ModelledEngine], Awaitable[None]] | None = None,
+    meanwhile: Callable[[SimulatedEngine], Awaitable[None]] | None = None,
 ) -> dict[str, tuple[float, Completion]]:
     """When each request came back, and with what."""
 
     async def run() -> dict[str, tuple[float, Completion]]:
-        engine = ModelledEngine("engine 0", model, num_slots, Demands(Lengths()))
+        engine = SimulatedEngine("engine 0", model, num_slots, Demands(Lengths()))
         back: dict[str, tuple[float, Completion]] = {}
 
         async def take() -> None:
@@ -84,7 +84,7 @@ def test_a_resumed_sequence_generates_what_it_lacks():
 
 
 def test_an_aborted_sequence_comes_back_with_what_it_has():
-    async def abort(engine: ModelledEngine) -> None:
+    async def abort(engine: SimulatedEngine) -> None:
         await asyncio.sleep(0.55)
         await engine.abort(["a", "c", "unknown"])
 
@@ -97,15 +97,15 @@ def test_an_aborted_sequence_comes_back_with_what_it_has():
 @pytest.mark.parametrize(
     ("in_flight", "a", "versions", "b"),
     [
-        (InFlight.CONTINUE, 3.0, (0,) * 5 + (1,) * 5, 3.5),
-        (InFlight.FINISH, 1.0, (0,) * 10, 1.0 + 2.0 + 0.5),
-        (InFlight.RESUME, 0.55, (0,) * 5, 2.55 + 0.5),
+        (InFlightPolicy.CONTINUE, 3.0, (0,) * 5 + (1,) * 5, 3.5),
+        (InFlightPolicy.FINISH, 1.0, (0,) * 10, 1.0 + 2.0 + 0.5),
+        (InFlightPolicy.RESUME, 0.55, (0,) * 5, 2.55 + 0.5),
     ],
 )
 def test_weights_change_as_the_config_says(in_flight, a, versions, b):
     """Two seconds of adopting from 0.55 s on, while `a` runs and `b` waits for its slot."""
 
-    async def adopt(engine: ModelledEngine) -> None:
+    async def adopt(engine: SimulatedEngine) -> None:
         await asyncio.sleep(0.55)
         await engine.adopt(1, in_flight, 2.0)
 
@@ -115,13 +115,13 @@ def test_weights_change_as_the_config_says(in_flight, a, versions, b):
 
 
 # -------------------------------------------------------------------------------------------------- iterations
-def models(**changes: object) -> Models:
+def models(**changes: object) -> MachineModels:
     parts = {
         "engine": EngineModel(0.0, 0.1),
         "grader": GraderModel((0.5,)),
         "trainer": TrainerModel(2, Cost(1.0), Cost(1.0, 0.025), publish_seconds=0.5, other_seconds=0.25),
     }
-    return Models(**parts | changes)
+    return MachineModels(**parts | changes)
 
 
 ROLLOUT = {"num_groups": 2, "group_size": 2, "max_new_tokens": 20, "slots_per_engine": 4}
@@ -231,7 +231,7 @@ def traces_of(prediction: Prediction) -> list[list[AttemptTrace]]:
 def test_models_are_found_again_in_what_they_recorded(tmp_path, slots, async_ratio):
     """With fewer slots than attempts, too: who waits inside an engine, for a slot or for new weights, is not slow."""
     chance = random.Random(3)
-    true = Models(
+    true = MachineModels(
         EngineModel(0.2, 0.01, 0.0002),
         GraderModel(tuple(chance.uniform(0.05, 0.2) for _ in range(500))),
         TrainerModel(1, Cost(1.0, 1e-5), Cost(2.0, 1e-4), 1.0, 2.0, 0.5, 0.3),

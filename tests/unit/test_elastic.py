@@ -10,7 +10,7 @@ from infra.slurm.elastic import LOOK_S, QUEUE_AGAIN_S, ElasticJobs
 from infra.slurm.launcher import JobEnd, LegRequest
 from infra.slurm.queue import SlurmUnavailable
 from roll_core.config.load import load_config
-from roll_core.config.operations.legs import ElasticConfig, SlurmLauncher
+from roll_core.config.operations.legs import ElasticConfig, SlurmLauncherConfig
 from roll_core.config.operations.weights import WeightsTransport
 from roll_core.errors import UserError
 from roll_core.reporting.goodput import engines_over_time
@@ -163,9 +163,9 @@ def settings(*overrides: str):
 
 
 def test_nodes_are_asked_for_as_the_legs_but_for_what_is_said():
-    leg = SlurmLauncher(partition="gpu", account="lab", options={"constraint": "h100"})
+    leg = SlurmLauncherConfig(partition="gpu", account="lab", options={"constraint": "h100"})
     elastic = ElasticConfig(nodes=2, partition="spot", options={"licenses": "none"})
-    assert elastic.launcher_of(leg) == SlurmLauncher(
+    assert elastic.launcher_of(leg) == SlurmLauncherConfig(
         partition="spot", account="lab", options={"constraint": "h100", "licenses": "none"}
     )
 

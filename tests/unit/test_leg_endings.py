@@ -10,7 +10,7 @@ from infra.slurm.launcher import JobEnd
 from infra.slurm.node import NodeReport
 from infra.slurm.queue import FORGOTTEN, JobState
 from infra.slurm.slurm import read_end
-from roll_core.config.operations.legs import SlurmLauncher
+from roll_core.config.operations.legs import SlurmLauncherConfig
 from roll_core.config.operations.services import LegsConfig
 from roll_core.errors import FailureClass
 from roll_core.store.object_store import ObjectStore
@@ -103,7 +103,7 @@ def test_a_leg_without_an_answer_says_how_far_its_run_is(tmp_path):
 
 
 # -------------------------------------------------------------------------------------------------- what follows
-SLURM = LegsConfig(launcher=SlurmLauncher(), max_failures=1, max_interruptions=2)
+SLURM = LegsConfig(launcher=SlurmLauncherConfig(), max_failures=1, max_interruptions=2)
 
 
 def test_a_leg_that_somebody_cancelled_is_the_last():

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from roll_core.config.rollout import GroupFilter, RolloutConfig
 from roll_core.rollout.filter import build_filter
-from roll_core.rollout.lifecycle import NEXT, GroupLife, Lifecycle, Page, Place, State, Terms
-from roll_core.rollout.lookahead import Pace
+from roll_core.rollout.lifecycle import NEXT, GroupState, Lifecycle, Page, Place, Phase, StreamSpec
+from roll_core.rollout.lookahead import Lookahead
 from roll_core.rollout.metrics import describe_page
 from roll_core.types.manifest import DrawOutcome
 from roll_core.types.trajectory import GREEDY_ATTEMPT
@@ -24,7 +24,7 @@ def schedules(count: int) -> settings:
 
 
 # -------------------------------------------------------------------------------------------------- by hand
-def begun(terms: Terms) -> Lifecycle:
+def begun(terms: StreamSpec) -> Lifecycle:
     """With everything that was drawn at the engines."""
     lives = Lifecycle(terms, first=0, version=0, now=0.0)
     issue(lives)
@@ -50,7 +50,7 @@ def differ(rewards: list[float]) -> bool:
 
 
 def test_a_group_that_is_not_useful_is_replaced_at_once_by_the_next():
-    lives = begun(Terms(num_groups=2, group_size=2, is_useful=differ))
+    lives = begun(StreamSpec(num_groups=2, group_size=2, is_useful=differ))
     assert lives.new_draws() == [0, 1]
     end(lives, (1, 0), 1.0)
     end(lives, (1, 1), 1.0)
@@ -68,7 +68,7 @@ def test_a_group_that_is_not_useful_is_replaced_at_once_by_the_next():
 
 def test_a_group_nobody_could_grade_is_kept_without_a_filter_and_replaced_with_one():
     for useful, outcomes in ((None, "t"), (differ, "x")):
-        lives = begun(Terms(num_groups=1, group_size=2, max_draws=1, is_useful=useful))
+        lives = begun(StreamSpec(num_groups=1, group_size=2, max_draws=1, is_useful=useful))
         end(lives, (0, 0), None)
         end(lives, (0, 1), None)
         assert lives.open_page.outcomes == outcomes
@@ -76,7 +76,7 @@ def test_a_group_nobody_could_grade_is_kept_without_a_filter_and_replaced_with_o
 
 
 def test_redundant_attempts_are_aborted_when_enough_are_graded_and_the_baseline_is_waited_for():
-    lives = begun(Terms(num_groups=1, group_size=2, greedy_baseline=True, redundant_attempts=2))
+    lives = begun(StreamSpec(num_groups=1, group_size=2, greedy_baseline=True, redundant_attempts=2))
     end(lives, (0, 3), 1.0)
     end(lives, (0, 0), None)  # a failed one is made good for
     end(lives, (0, 2), 0.0, num_tokens=7)
@@ -97,7 +97,7 @@ def test_redundant_attempts_are_aborted_when_enough_are_graded_and_the_baseline_
 
 
 def test_redundant_groups_are_aborted_when_the_batch_is_full_wherever_their_attempts_are():
-    lives = Lifecycle(Terms(num_groups=1, group_size=1, redundant_groups=3), first=0, version=0, now=0.0)
+    lives = Lifecycle(StreamSpec(num_groups=1, group_size=1, redundant_groups=3), first=0, version=0, now=0.0)
     for place in ((0, 0), (1, 0), (2, 0)):
         lives.generating(place, "engine", now=0.0)
     end(lives, (1, 0), 1.0)
@@ -109,15 +109,15 @@ def test_redundant_groups_are_aborted_when_the_batch_is_full_wherever_their_atte
     lives.generated((2, 0), 4, now=2.0)  # had finished before it heard
     assert lives.is_settled
     assert [group.attempts[0].state for group in page.groups] == [
-        State.ABORTED,
-        State.GRADED,
-        State.ABORTED,
-        State.ABORTED,
+        Phase.ABORTED,
+        Phase.GRADED,
+        Phase.ABORTED,
+        Phase.ABORTED,
     ]
 
 
 def test_a_grade_for_what_was_aborted_says_nothing():
-    lives = begun(Terms(num_groups=1, group_size=1, redundant_attempts=1))
+    lives = begun(StreamSpec(num_groups=1, group_size=1, redundant_attempts=1))
     for number in (0, 1):
         lives.generated((0, number), 5, now=1.0)
     assert lives.to_grade(now=1.0) == [(0, 0), (0, 1)]
@@ -141,7 +141,7 @@ def test_a_grade_for_what_was_aborted_says_nothing():
 )
 def test_an_impossible_transition_names_the_attempt(impossible, says):
     with pytest.raises(AssertionError, match=says):
-        impossible(begun(Terms(num_groups=1, group_size=2)))
+        impossible(begun(StreamSpec(num_groups=1, group_size=2)))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_filter_that_makes_no_sense_is_refused(section, says):
 
 # -------------------------------------------------------------------------------------------------- working ahead
 def test_as_many_groups_are_drawn_ahead_as_the_ratio_allows_and_no_more():
-    lives = begun(Terms(num_groups=2, group_size=1, num_batches=9, ahead=1.5))
+    lives = begun(StreamSpec(num_groups=2, group_size=1, num_batches=9, ahead=1.5))
     assert lives.new_draws() == [0, 1, 2, 3, 4]
     for number in (1, 0, 2):
         end(lives, (number, 0), 1.0)
@@ -190,7 +190,7 @@ def test_as_many_groups_are_drawn_ahead_as_the_ratio_allows_and_no_more():
 
 
 def test_a_batch_is_in_the_order_of_the_stream_and_waits_for_what_comes_first():
-    lives = begun(Terms(num_groups=2, group_size=1, num_batches=9, ahead=2.0))
+    lives = begun(StreamSpec(num_groups=2, group_size=1, num_batches=9, ahead=2.0))
     for number in (1, 2, 3, 5):
         end(lives, (number, 0), 1.0)
         assert not lives.is_full
@@ -200,7 +200,7 @@ def test_a_batch_is_in_the_order_of_the_stream_and_waits_for_what_comes_first():
 
 
 def test_with_redundant_groups_whoever_is_first_wins_and_what_became_too_old_is_given_up():
-    lives = begun(Terms(num_groups=2, group_size=1, num_batches=9, ahead=1.0, redundant_groups=1))
+    lives = begun(StreamSpec(num_groups=2, group_size=1, num_batches=9, ahead=1.0, redundant_groups=1))
     assert lives.new_draws() == [0, 1, 2, 3, 4]
     for number in (1, 3):
         end(lives, (number, 0), 1.0)
@@ -219,12 +219,12 @@ def test_with_redundant_groups_whoever_is_first_wins_and_what_became_too_old_is_
 
 
 def test_nothing_is_drawn_that_no_batch_is_going_to_need():
-    lives = begun(Terms(num_groups=2, group_size=1, num_batches=2, ahead=4.0))
+    lives = begun(StreamSpec(num_groups=2, group_size=1, num_batches=2, ahead=4.0))
     assert lives.new_draws() == [0, 1, 2, 3]
 
 
 def test_what_was_interrupted_goes_first_and_keeps_its_tokens():
-    lives = begun(Terms(num_groups=1, group_size=2))
+    lives = begun(StreamSpec(num_groups=1, group_size=2))
     lives.interrupted((0, 1), num_tokens=3, now=1.0)
     lives.lost((0, 0), now=1.5)
     assert lives.next_queued() == (0, 1)
@@ -239,7 +239,7 @@ def test_what_was_interrupted_goes_first_and_keeps_its_tokens():
 
 # -------------------------------------------------------------------------------------------------- driven by chance
 TERMS = st.builds(
-    Terms,
+    StreamSpec,
     num_groups=st.integers(1, 4),
     group_size=st.integers(1, 3),
     num_batches=st.integers(1, 5),
@@ -255,7 +255,7 @@ TERMS = st.builds(
 class Chance:
     """Drives a lifecycle, one event at a time: loss, interruption, failure, new weights, in any order."""
 
-    def __init__(self, terms: Terms, seed: int, share_failing: float):
+    def __init__(self, terms: StreamSpec, seed: int, share_failing: float):
         self.rng = random.Random(seed)
         self.lives = Lifecycle(terms, first=0, version=0, now=0.0)
         self.share_failing = share_failing
@@ -318,16 +318,16 @@ def test_whatever_happens_next_every_life_is_a_legal_path_and_ends(terms, seed, 
         check_page(terms, trained, page)
 
 
-def check_lives(groups: list[GroupLife]) -> None:
+def check_lives(groups: list[GroupState]) -> None:
     assert [group.number for group in groups] == list(range(len(groups)))
     for life in (life for group in groups for life in group.attempts):
-        assert life.state in (State.GRADED, State.FAILED, State.ABORTED)
+        assert life.state in (Phase.GRADED, Phase.FAILED, Phase.ABORTED)
         assert all(after in NEXT[before] for (before, _), (after, _) in pairwise(life.history))
         assert [now for _, now in life.history] == sorted(now for _, now in life.history)
         assert sum(span.num_tokens for span in life.spans) == life.num_tokens
 
 
-def check_page(terms: Terms, trained: int, page: Page) -> None:
+def check_page(terms: StreamSpec, trained: int, page: Page) -> None:
     accepted = [group for group in page.groups if group.outcome is DrawOutcome.TRAINED]
     assert len(accepted) == terms.num_groups
     assert len(page.outcomes) == len(page.groups)
@@ -342,7 +342,7 @@ def check_page(terms: Terms, trained: int, page: Page) -> None:
 
 # -------------------------------------------------------------------------------------------------- pacing
 def test_the_lead_shrinks_while_batches_lie_finished_and_grows_at_once_when_the_trainer_waits():
-    pace = Pace(3.0)
+    pace = Lookahead(3.0)
     now = 0.0
     pace.taken(now, is_full=True)
     for expected in (2.75, 2.5, 2.25):  # finished since the batch before it was taken
@@ -365,7 +365,7 @@ def test_the_lead_shrinks_while_batches_lie_finished_and_grows_at_once_when_the_
 
 @pytest.mark.parametrize(("most", "least"), [(0.0, 0.0), (0.5, 0.5), (1.0, 1.0), (4.0, 1.0)])
 def test_the_lead_stays_within_its_bounds(most, least):
-    pace = Pace(most)
+    pace = Lookahead(most)
     for now in range(100):
         pace.taken(float(now), is_full=True)
     assert pace.lead == least
@@ -373,7 +373,7 @@ def test_the_lead_stays_within_its_bounds(most, least):
 
 def test_while_the_trainer_is_slower_what_it_trains_on_is_one_version_old_and_it_never_waits():
     """Every batch takes a second to generate and ten to train."""
-    lives, stale = begun(Terms(num_groups=4, group_size=1, num_batches=60, ahead=3.0)), []
+    lives, stale = begun(StreamSpec(num_groups=4, group_size=1, num_batches=60, ahead=3.0)), []
     for version in range(60):
         for place in [(g.number, 0) for g in lives.open_page.groups if g.outcome is None]:
             lives.generated(place, num_tokens=1, now=10.0 * version + 1.0)

@@ -5,12 +5,12 @@ import json
 import pytest
 
 from infra.slurm import node
-from infra.slurm.node import Seat, wait_for_head
+from infra.slurm.node import TaskIdentity, wait_for_head
 
 
 @pytest.fixture
-def seat(tmp_path) -> Seat:
-    return Seat(job_id="7", restart=0, rank=1, node="n2", address="127.0.0.3", folder=tmp_path)
+def seat(tmp_path) -> TaskIdentity:
+    return TaskIdentity(job_id="7", restart=0, rank=1, node="n2", address="127.0.0.3", folder=tmp_path)
 
 
 def test_a_node_finds_the_head_by_the_file_of_its_job(seat):
@@ -28,7 +28,7 @@ def test_a_node_whose_first_node_gave_up_does_not_wait_for_its_head(seat):
 def test_a_node_does_not_take_an_earlier_start_of_its_job_for_this_one(seat, monkeypatch):
     monkeypatch.setattr(node, "MEETING_DEADLINE_S", 0.05)
     monkeypatch.setattr(node, "FOLLOWER_LOOK_S", 0.01)
-    later = Seat(job_id="7", restart=1, rank=1, node="n2", address="127.0.0.3", folder=seat.folder)
+    later = TaskIdentity(job_id="7", restart=1, rank=1, node="n2", address="127.0.0.3", folder=seat.folder)
     seat.over.touch()
     with pytest.raises(node.RayLost, match="n2 waited"):
         wait_for_head(later)

@@ -20,8 +20,8 @@ from transformers import (
 from roll_core.errors import RollError
 from roll_core.models.checkpoint_names import as_checkpoint
 from roll_core.models.megatron_names import MegatronNames
-from roll_core.models.tensor_files import TensorFiles, TensorsInMemory, Turn, write_tensors
-from roll_core.weights.shards import Gathering, Shard, Slice, fill
+from roll_core.models.tensor_files import TensorFiles, TensorsInMemory, WriterRank, write_tensors
+from roll_core.weights.shards import TensorGatherer, Shard, TensorSlice, fill
 
 SIZES = {
     "vocab_size": 10,
@@ -63,7 +63,7 @@ def shard(
         columns = columns or range(global_shape[1])
         start, shape = [*start, columns.start], [*shape, len(columns)]
     parameter = nn.Parameter(torch.full(shape, float("nan")))
-    return Shard(Slice(key, index, global_shape, tuple(start), tuple(shape)), parameter, first_row=0, is_main=True)
+    return Shard(TensorSlice(key, index, global_shape, tuple(start), tuple(shape)), parameter, first_row=0, is_main=True)
 
 
 def filled(config: PretrainedConfig, tensors: dict[str, torch.Tensor], *shards: Shard) -> list[torch.Tensor]:
@@ -112,7 +112,7 @@ def test_a_padded_vocabulary_is_filled_with_nothing_and_cut_off_again():
     lower, upper = filled(QWEN3, tensors, *halves)
     assert torch.equal(torch.cat([lower, upper[:2]]), tensors["model.embed_tokens.weight"])
     assert not upper[2:].any()
-    ((name, whole),) = Gathering(halves, MegatronNames(QWEN3)).tensors(lambda parameter: parameter.data, torch.float32)
+    ((name, whole),) = TensorGatherer(halves, MegatronNames(QWEN3)).tensors(lambda parameter: parameter.data, torch.float32)
     assert (name, whole.shape) == ("model.embed_tokens.weight", (10, 8))
     assert torch.equal(whole, tensors[name])
 
@@ -126,7 +126,7 @@ def test_what_is_gathered_is_what_was_read_whatever_the_size_of_buckets(bucket_b
         shard("decoder.final_layernorm.weight", (), (8,), range(8)),
     ]
     filled(QWEN3, tensors, *shards)
-    gathered = list(Gathering(shards, MegatronNames(QWEN3), bucket_bytes).tensors(lambda each: each.data, torch.float32))
+    gathered = list(TensorGatherer(shards, MegatronNames(QWEN3), bucket_bytes).tensors(lambda each: each.data, torch.float32))
     assert [name for name, _ in gathered] == [
         "model.layers.0.mlp.gate_proj.weight",
         "model.layers.0.mlp.up_proj.weight",
@@ -139,7 +139,7 @@ def test_what_is_gathered_is_what_was_read_whatever_the_size_of_buckets(bucket_b
 
 def test_what_nobody_holds_is_noticed_before_anything_is_gathered():
     with pytest.raises(AssertionError, match="has 96 numbers, of which ranks hold 48"):
-        Gathering([shard(FC1, (0,), (12, 8), range(6))], MegatronNames(QWEN3))
+        TensorGatherer([shard(FC1, (0,), (12, 8), range(6))], MegatronNames(QWEN3))
 
 
 def test_gate_and_up_that_are_swapped_are_noticed():
@@ -169,7 +169,7 @@ def test_ranks_that_write_a_folder_in_turn_write_the_one_that_a_single_one_write
     tensors = checkpoint(QWEN3)
     write_tensors(tensors.items(), tmp_path / "alone", shard_bytes=600)
     for number in (2, 0, 1):
-        write_tensors(tensors.items(), tmp_path / "together", shard_bytes=600, turn=Turn(number, 3))
+        write_tensors(tensors.items(), tmp_path / "together", shard_bytes=600, turn=WriterRank(number, 3))
     alone, together = (
         {file.name: file.read_bytes() for file in (tmp_path / each).iterdir()} for each in ("alone", "together")
     )

@@ -10,7 +10,7 @@ from flows.cli import main
 from roll_core.config.operations.nodes import NodesConfig
 from roll_core.config.operations.placement import ClusterConfig
 from roll_core.errors import FailureClass, NodeUnfit, classify
-from roll_core.roles.canary import Member, Question, check_nodes, clock_troubles, disk_troubles, node_name, unmet
+from roll_core.roles.canary import CollectiveMember, CanaryRequest, check_nodes, clock_troubles, disk_troubles, node_name, unmet
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.nodes import NodeFailure, clear_failures, excluded_nodes, note_failure, read_failures
 
@@ -81,14 +81,14 @@ def test_roll_nodes_shows_and_clears(store, capsys):
 
 
 def test_a_disk_that_is_full_or_cannot_be_written_to_is_named(tmp_path):
-    assert disk_troubles(Question((tmp_path,), 1e-9, 0)) == []
+    assert disk_troubles(CanaryRequest((tmp_path,), 1e-9, 0)) == []
     assert list(tmp_path.iterdir()) == [], "nothing is left of the probe"
-    [full] = disk_troubles(Question((tmp_path,), 1e9, 0))
+    [full] = disk_troubles(CanaryRequest((tmp_path,), 1e9, 0))
     assert full.startswith(f"{tmp_path} has ")
     assert full.endswith("(nodes.free_gigabytes asks for 1e+09)")
     file = tmp_path / "file"
     file.touch()
-    assert disk_troubles(Question((file,), 1e-9, 0)) == [f"{file} cannot be written to (Not a directory)"]
+    assert disk_troubles(CanaryRequest((file,), 1e-9, 0)) == [f"{file} cannot be written to (Not a directory)"]
 
 
 def test_a_clock_may_say_any_time_between_question_and_answer():
@@ -113,14 +113,14 @@ def test_a_clock_may_say_any_time_between_question_and_answer():
     ],
 )
 def test_who_is_to_blame_for_a_collective_is_found_in_pairs(broken, blamed):
-    members = [Member(name, "", {}) for name in "abcd"]
+    members = [CollectiveMember(name, "", {}) for name in "abcd"]
     found = unmet(members, lambda some: "timed out" if broken & {m.node for m in some} else "")
     assert sorted(found) == blamed
     assert all(troubles == ["collective: timed out"] for troubles in found.values())
 
 
 def test_of_two_nodes_that_do_not_meet_both_are_named():
-    assert sorted(unmet([Member("a", "", {}), Member("b", "", {})], lambda _: "timed out")) == ["a", "b"]
+    assert sorted(unmet([CollectiveMember("a", "", {}), CollectiveMember("b", "", {})], lambda _: "timed out")) == ["a", "b"]
 
 
 def test_a_laptop_that_is_full_is_unfit_by_name(tmp_path):

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from roll_core.config.problems import GymTask, MathVerify, OwnProcess, ReasoningGym, ReasoningGymProblems
+from roll_core.config.problems import GymTask, MathVerify, SubprocessGrading, ReasoningGym, ReasoningGymProblems
 from roll_core.data.reasoning_gym import ReasoningGymSource
 from roll_core.errors import FailureClass, RewardError, UserError, classify
 from roll_core.rewards.base import Reward, build_reward
 from roll_core.rewards.reasoning_gym import tagged
-from roll_core.rewards.subprocess_grader import OwnProcessGrader
+from roll_core.rewards.subprocess_grader import SubprocessGrader
 from roll_core.roles.reward_role import RewardRole
 from roll_core.types.trajectory import Failure, Message, Problem, Score, Speaker, Trajectory
 from tests.support import tiny_config, trajectory
@@ -84,7 +84,7 @@ def test_in_the_reward_worker_a_late_answer_is_a_failure_and_never_a_zero(tmp_pa
 
 # -------------------------------------------------------------------------------------------------- any grader
 @pytest.fixture
-def grader(tmp_path, monkeypatch) -> OwnProcessGrader:
+def grader(tmp_path, monkeypatch) -> SubprocessGrader:
     """A grader that does what it is asked to."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "their_grader.py").write_text(
@@ -100,7 +100,7 @@ def grader(tmp_path, monkeypatch) -> OwnProcessGrader:
         "def load_grader():\n"
         "    return grade\n"
     )
-    return OwnProcessGrader("theirs", "their_grader", OwnProcess(deadline_seconds=5.0, processes=1))
+    return SubprocessGrader("theirs", "their_grader", SubprocessGrading(deadline_seconds=5.0, processes=1))
 
 
 def test_a_process_serves_many_answers_and_is_replaced_when_one_kills_it(grader):
@@ -141,7 +141,7 @@ def test_a_process_whose_reward_worker_is_gone_ends_by_itself(grader):
 
 
 def test_a_grader_that_does_not_start_is_taken_to_be_unavailable():
-    grader = OwnProcessGrader("theirs", "no_such_grader", OwnProcess())
+    grader = SubprocessGrader("theirs", "no_such_grader", SubprocessGrading())
     with pytest.raises(ConnectionError, match="the process of reward 'theirs' died while starting") as raised:
         asyncio.run(grader.grade(problem(""), {}))
     assert classify(raised.value) is FailureClass.TRANSIENT

@@ -5,17 +5,17 @@ import math
 import pytest
 
 from roll_core.config.load import load_config, load_nightly
-from roll_core.config.operations.nightly import Reference, Tolerances
+from roll_core.config.operations.nightly import ReferenceRun, Tolerances
 from roll_core.errors import UserError
 from roll_core.provenance import library_versions, machine_kind
 from roll_core.reporting.regression import compare, is_only_slower, judge, markdown, measure, robust_sigma, sentence
 from roll_core.types.manifest import Collected, CollectRequest, Evaluated, Manifest
 from roll_core.types.refs import ArtifactKind, ArtifactRef
-from roll_core.types.regression import Measured, Origin, Outcome, Verdict, settings_of
+from roll_core.types.regression import Measured, Origin, ComparisonOutcome, Verdict, settings_of
 from tests.support import ROOT, tiny_config
 
 TOLERANCES = Tolerances()
-REFERENCE = Reference(config="runs/quickstart.yaml", at_least={"accuracy/last": 0.85})
+REFERENCE = ReferenceRun(config="runs/quickstart.yaml", at_least={"accuracy/last": 0.85})
 ORIGIN = Origin(machine="EPYC, 2 CPUs", versions="torch 2.13.0", code="0.1.0+aaaa")
 GOOD = {"accuracy/last": 0.95, "reward/last": 0.80, "seconds/update": 0.20, "throughput/tokens_per_second": 5000.0}
 
@@ -33,7 +33,7 @@ def night(number: int, origin: Origin = ORIGIN, weights: str = "w0 w1 w2", **cha
     )
 
 
-def verdict_on(run: Measured, accepted: list[Measured], reference: Reference = REFERENCE) -> Verdict:
+def verdict_on(run: Measured, accepted: list[Measured], reference: ReferenceRun = REFERENCE) -> Verdict:
     return judge(run, accepted, reference, TOLERANCES)
 
 
@@ -55,25 +55,25 @@ def test_beyond_four_sigmas_is_worse_and_on_the_good_side_better():
     found = {value: compare("throughput/x", value, accepted, "", TOLERANCES) for value in (48.0, 49.0, 191.0, 192.0)}
     assert found[48.0].tolerated == pytest.approx(4 * 1.206 * 1.4826 * 10)
     assert {value: c.outcome for value, c in found.items()} == {
-        48.0: Outcome.WORSE,
-        49.0: Outcome.AS_BEFORE,
-        191.0: Outcome.AS_BEFORE,
-        192.0: Outcome.BETTER,
+        48.0: ComparisonOutcome.WORSE,
+        49.0: ComparisonOutcome.AS_BEFORE,
+        191.0: ComparisonOutcome.AS_BEFORE,
+        192.0: ComparisonOutcome.BETTER,
     }
 
 
 def test_of_seconds_more_is_worse():
     accepted = [0.50, 0.50, 0.50, 0.50, 0.50]  # alike: the least difference, a fifth, is what is tolerated
     outcomes = {s: compare("seconds/wall", s, accepted, "", TOLERANCES).outcome for s in (0.39, 0.41, 0.59, 0.61)}
-    assert list(outcomes.values()) == [Outcome.BETTER, Outcome.AS_BEFORE, Outcome.AS_BEFORE, Outcome.WORSE]
+    assert list(outcomes.values()) == [ComparisonOutcome.BETTER, ComparisonOutcome.AS_BEFORE, ComparisonOutcome.AS_BEFORE, ComparisonOutcome.WORSE]
     # A fifth of a stage of 30 ms is 6 ms: noise. Up to 50 ms more is tolerated.
-    assert compare("seconds/publish", 0.075, [0.03] * 5, "", TOLERANCES).outcome is Outcome.AS_BEFORE
-    assert compare("seconds/publish", 0.085, [0.03] * 5, "", TOLERANCES).outcome is Outcome.WORSE
+    assert compare("seconds/publish", 0.075, [0.03] * 5, "", TOLERANCES).outcome is ComparisonOutcome.AS_BEFORE
+    assert compare("seconds/publish", 0.085, [0.03] * 5, "", TOLERANCES).outcome is ComparisonOutcome.WORSE
 
 
 @pytest.mark.parametrize("value", [None, math.nan, -math.inf])
 def test_what_is_missing_or_not_a_number_is_worse(value):
-    assert compare("reward/last", value, [0.8], "", TOLERANCES).outcome is Outcome.WORSE
+    assert compare("reward/last", value, [0.8], "", TOLERANCES).outcome is ComparisonOutcome.WORSE
 
 
 def test_the_first_run_has_nothing_to_be_compared_with_but_fixed_limits():
@@ -131,7 +131,7 @@ def test_what_should_repeat_to_the_bit_is_held_to_that():
         "weights differ from those of quickstart-2 from iteration 2 on, though config, code, libraries and machine are "
         "the same",
     )
-    by_chance = Reference(config="runs/async.yaml", reproducible=False)
+    by_chance = ReferenceRun(config="runs/async.yaml", reproducible=False)
     assert not verdict_on(night(4, weights="w0 w1 z2"), accepted, by_chance).is_regression
 
 

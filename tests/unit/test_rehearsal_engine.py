@@ -7,9 +7,9 @@ from statistics import median
 import pytest
 
 from roll_core.config.inference import EnvironmentLatency, RehearsalInference
-from roll_core.config.rollout import InFlight
+from roll_core.config.rollout import InFlightPolicy
 from roll_core.inference.base import WeightsUpdate, adopt
-from roll_core.inference.rehearsal_engine import NUM_TOKENS, RehearsalEngine, course_of
+from roll_core.inference.rehearsal_engine import NUM_TOKENS, RehearsalEngine, plan_generation
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.roles.engine_role import EngineRole
 from roll_core.simulation.virtual_time import run_in_virtual_time
@@ -52,12 +52,12 @@ def test_time_per_token_does_not_grow_with_the_number_of_sequences_and_those_wit
 
 
 def test_lengths_are_lognormal_and_end_at_the_longest_completion_allowed():
-    drawn = [course_of(latency(median_tokens=100, sigma=1.07), request(i, 100_000)) for i in range(2500)]
+    drawn = [plan_generation(latency(median_tokens=100, sigma=1.07), request(i, 100_000)) for i in range(2500)]
     lengths = [len(course.arrivals_T) for course in drawn]
     longest = [max(lengths[start : start + 250]) for start in range(0, 2500, 250)]
     assert median(lengths) == pytest.approx(100, rel=0.1)
     assert sum(longest) / 10 == pytest.approx(2000, rel=0.2)
-    clipped = [course_of(latency(median_tokens=100, sigma=1.07), request(i, 150)) for i in range(2500)]
+    clipped = [plan_generation(latency(median_tokens=100, sigma=1.07), request(i, 150)) for i in range(2500)]
     for length, course in zip(lengths, clipped, strict=True):
         assert len(course.arrivals_T) == min(length, 150)
         assert course.ending is (Ending.STOP if length <= 150 else Ending.LENGTH)
@@ -66,22 +66,22 @@ def test_lengths_are_lognormal_and_end_at_the_longest_completion_allowed():
 def test_a_greedy_request_takes_as_long_as_a_sampled_one_of_the_same_seed():
     sampled, greedy = request(3), GenerationRequest("g", (9,), 10, 0.0, STOP, seed=3)
     timing = latency(sigma=1.0)
-    assert course_of(timing, sampled).arrivals_T.tolist() == course_of(timing, greedy).arrivals_T.tolist()
+    assert plan_generation(timing, sampled).arrivals_T.tolist() == plan_generation(timing, greedy).arrivals_T.tolist()
 
 
 def test_an_agent_waits_for_its_environment_at_even_distances_and_keeps_its_slot():
     """Six tokens, a wait of ten seconds after the second and after the fourth; the next attempt begins when all is over."""
     environment = EnvironmentLatency(median_seconds=10.0, sigma=0.0, turns=2)
     timing = latency(seconds_per_token=1.0, median_tokens=6, environment=environment)
-    assert course_of(timing, request()).arrivals_T.tolist() == [1, 2, 13, 14, 25, 26]
+    assert plan_generation(timing, request()).arrivals_T.tolist() == [1, 2, 13, 14, 25, 26]
     assert finish_times(RehearsalEngine(timing, num_slots=1), [request(0), request(1)]) == [26, 52]
 
 
 def test_a_resumed_attempt_has_the_waits_that_are_ahead_and_begins_one_again_that_was_interrupted():
     environment = EnvironmentLatency(median_seconds=10.0, sigma=0.0, turns=2)
     timing = latency(seconds_per_token=1.0, seconds_to_first_token=0.5, median_tokens=6, environment=environment)
-    assert course_of(timing, request(prefix=(7, 8))).arrivals_T.tolist() == [11.5, 12.5, 23.5, 24.5]
-    assert course_of(timing, request(prefix=(7, 8, 9))).arrivals_T.tolist() == [1.5, 12.5, 13.5]
+    assert plan_generation(timing, request(prefix=(7, 8))).arrivals_T.tolist() == [11.5, 12.5, 23.5, 24.5]
+    assert plan_generation(timing, request(prefix=(7, 8, 9))).arrivals_T.tolist() == [1.5, 12.5, 13.5]
 
 
 def test_waits_are_lognormal_and_differ_between_turns_and_attempts():
@@ -89,7 +89,7 @@ def test_waits_are_lognormal_and_differ_between_turns_and_attempts():
     timing = latency(seconds_per_token=1e-6, environment=environment)
     waits = []
     for number in range(500):
-        arrivals = course_of(timing, request(number)).arrivals_T.tolist()
+        arrivals = plan_generation(timing, request(number)).arrivals_T.tolist()
         waits += [later - earlier for earlier, later in pairwise(arrivals)]
     assert median(waits) == pytest.approx(10.0, rel=0.1)
     assert len({round(wait, 3) for wait in waits}) > 1900
@@ -103,7 +103,7 @@ def test_versions_follow_the_times_of_adoptions():
         pending = asyncio.create_task(served.generate(request(stop=())))
         for version in (1, 2):
             await asyncio.sleep(0.25 if version == 1 else 0.4)
-            await adopt(served, WeightsUpdate(version, iter(())), InFlight.CONTINUE)
+            await adopt(served, WeightsUpdate(version, iter(())), InFlightPolicy.CONTINUE)
         return await pending
 
     assert run_in_virtual_time(adopt_twice()).weights_versions == (0,) * 2 + (1,) * 4 + (2,) * 4
@@ -132,7 +132,7 @@ def test_what_has_all_its_tokens_when_it_is_interrupted_has_ended_by_itself():
         pending = asyncio.create_task(served.generate(request()))
         await asyncio.sleep(0)
         asyncio.get_running_loop()._clock.now += 1.0
-        await adopt(served, WeightsUpdate(1, iter(())), InFlight.RESUME)
+        await adopt(served, WeightsUpdate(1, iter(())), InFlightPolicy.RESUME)
         return await pending
 
     completion = run_in_virtual_time(interrupt_late())

@@ -21,7 +21,7 @@ from roll_core.rewards.exact_match import ExactMatchReward, matching_share
 from roll_core.rewards.number_match import NumberMatchReward
 from roll_core.rollout.filter import build_filter
 from roll_core.rollout.journal import Journal
-from roll_core.rollout.meters import Meter, Reading
+from roll_core.rollout.meters import Meter, MeterReading
 from roll_core.rollout.metrics import accuracy, describe
 from roll_core.rollout.renderer import CharacterRenderer
 from roll_core.rollout.scheduler import RolloutScheduler
@@ -525,9 +525,9 @@ def test_a_meter_tells_mean_peak_and_share_of_the_time_since_it_was_read():
     meter = Meter(now=0.0)
     meter.set(4, now=1.0)
     meter.set(1, now=2.0)
-    assert meter.read(now=4.0) == Reading(mean=1.5, peak=4.0, share=0.75)
+    assert meter.read(now=4.0) == MeterReading(mean=1.5, peak=4.0, share=0.75)
     meter.set(0, now=5.0)
-    assert meter.read(now=8.0) == Reading(mean=0.25, peak=1.0, share=0.25)
+    assert meter.read(now=8.0) == MeterReading(mean=0.25, peak=1.0, share=0.25)
 
 
 def test_an_unknown_character_is_refused_not_dropped():

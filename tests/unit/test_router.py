@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from roll_core.config.rollout import Requests, RolloutConfig
 from roll_core.inference.requests import Completion, GenerationRequest
-from roll_core.rollout.router import Completed, Deaths, Event, Router
+from roll_core.rollout.router import Completed, DeadRoles, RolloutEvent, Router
 from roll_core.types.trajectory import Ending
 
 
@@ -30,7 +30,7 @@ def request(group: int, number: int, prompt_tokens: int = 1) -> GenerationReques
 
 def router(*names: str, slots: int = 64, **settings: object) -> Router:
     config = RolloutConfig(slots_per_engine=slots, **settings)
-    return Router([OnDemand(name) for name in names], config, Deaths(), lambda event: None)
+    return Router([OnDemand(name) for name in names], config, DeadRoles(), lambda event: None)
 
 
 def routed(among: Router, group: int, count: int, first: int = 0) -> list[str | None]:
@@ -93,11 +93,11 @@ def test_whole_groups_come_back_when_their_last_is_done_and_single_attempts_at_o
         async def run() -> list[list[str]]:
             engine, events = OnDemand("a"), []
 
-            def tell(event: Event) -> None:
+            def tell(event: RolloutEvent) -> None:
                 assert isinstance(event, Completed)
                 events.append([completion.request_id for completion in event.completions])
 
-            one = Router([engine], RolloutConfig(requests=requests), Deaths(), tell)
+            one = Router([engine], RolloutConfig(requests=requests), DeadRoles(), tell)
             for group, number in ((0, 0), (0, 1), (1, 0), (1, 1)):
                 one.assign(group, request(group, number))
             one.send()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from roll_core.config.rollout import GroupFilter, InFlight, Requests, RolloutConfig
+from roll_core.config.rollout import GroupFilter, InFlightPolicy, Requests, RolloutConfig
 from roll_core.errors import RewardUnavailable, RoleDied, RollError
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.rollout.lifecycle import Place
@@ -40,7 +40,7 @@ class Schedule:
     seed: int
     num_iterations: int
     async_ratio: float
-    in_flight: InFlight
+    in_flight: InFlightPolicy
     requests: Requests
     pauses: bool
     num_groups: int
@@ -86,7 +86,7 @@ SCHEDULE = st.builds(
     seed=st.integers(0, 2**32),
     num_iterations=st.integers(1, 4),
     async_ratio=st.sampled_from([0.0, 0.0, 0.5, 1.0, 2.0, 3.0]),
-    in_flight=st.sampled_from(list(InFlight)),
+    in_flight=st.sampled_from(list(InFlightPolicy)),
     requests=st.sampled_from([Requests.SINGLE, Requests.SINGLE, Requests.GROUPED]),
     pauses=st.booleans(),
     num_groups=st.integers(1, 5),
@@ -248,15 +248,15 @@ class FakeEngine:
             if request_id in self.running:
                 self.end(request_id, Ending.ABORTED)
 
-    async def adopt(self, version: int, in_flight: InFlight) -> None:
+    async def adopt(self, version: int, in_flight: InFlightPolicy) -> None:
         await asyncio.sleep(self.world.rng.uniform(0.0, 1.0))
-        if in_flight is InFlight.FINISH:
+        if in_flight is InFlightPolicy.FINISH:
             self.admits.clear()
             while self.running and asyncio.get_running_loop().time() < self.dies_at:
                 await asyncio.sleep(0.1)
         for request_id, run in list(self.running.items()):
             run.catch_up(asyncio.get_running_loop().time(), self.version)
-            if in_flight is InFlight.RESUME:
+            if in_flight is InFlightPolicy.RESUME:
                 self.end(request_id, Ending.ABORTED)
         self.version = version
         self.admits.set()
@@ -327,7 +327,7 @@ async def leg(schedule: Schedule, run: Run, world: World) -> None:
                 paused = world.rng.sample([e.name for e in world.engines], world.rng.randint(1, len(world.engines)))
                 asked_at = asyncio.get_running_loop().time()
                 await scheduler.pause(paused)
-                if schedule.in_flight is not InFlight.FINISH:
+                if schedule.in_flight is not InFlightPolicy.FINISH:
                     assert asyncio.get_running_loop().time() <= asked_at + ABORT_S, "an engine was given more to do"
                 running = {engine.name for engine in world.engines if engine.running}
                 assert not running & set(paused), "an engine was not left alone"
@@ -446,7 +446,7 @@ def test_without_redundancy_the_ledger_is_that_of_one_problem_after_the_other(sc
         assert len(outcomes) > MAX_DRAWS * schedule.num_groups
         assert "problems drawn only" in run.too_few
     undisturbed = not (schedule.deaths or schedule.outages or schedule.kills or schedule.pauses)
-    if undisturbed and schedule.in_flight is not InFlight.RESUME:
+    if undisturbed and schedule.in_flight is not InFlightPolicy.RESUME:
         assert set(run.worlds[0].issued.values()) == {1}
 
 

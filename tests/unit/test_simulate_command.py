@@ -10,7 +10,7 @@ from roll_core.config.run import RunConfig
 from roll_core.reporting.activity import iterations_of, stage_spans
 from roll_core.simulation.machines import Cost, EngineModel, GraderModel, TrainerModel
 from roll_core.simulation.recorded import read_recorded
-from roll_core.simulation.simulator import Models, Prediction, simulate
+from roll_core.simulation.simulator import MachineModels, Prediction, simulate
 from roll_core.simulation.workload import SampledWorkload
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.runs import commit, open_run, read_chain
@@ -19,7 +19,7 @@ from roll_core.types.manifest import NO_PARENT, Collected, CollectRequest, Manif
 from roll_core.types.refs import ArtifactKind, record_digest
 from tests.support import tiny_config
 
-MODELS = Models(EngineModel(0.2, 0.1), GraderModel((0.05, 0.07)), TrainerModel(1, Cost(1.0), Cost(2.0), 0.5, 0.0, 0.0, 0.3))
+MODELS = MachineModels(EngineModel(0.2, 0.1), GraderModel((0.05, 0.07)), TrainerModel(1, Cost(1.0), Cost(2.0), 0.5, 0.0, 0.0, 0.3))
 
 
 def store_simulated(store: ObjectStore, config: RunConfig, prediction: Prediction) -> str:

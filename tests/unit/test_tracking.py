@@ -17,7 +17,7 @@ from roll_core.config.operations.services import TrackingConfig
 from roll_core.tracking.spool import (
     ArtifactLogged,
     Destination,
-    Event,
+    TrackingEvent,
     MetricsLogged,
     ParamsLogged,
     RunEnded,
@@ -41,14 +41,14 @@ def metrics_logged(iteration: int) -> MetricsLogged:
     return MetricsLogged(iteration=iteration, metrics={"reward/mean": 0.25}, timestamp_ms=1000 + iteration)
 
 
-def write(spool: Spool, events: list[Event]) -> None:
+def write(spool: Spool, events: list[TrackingEvent]) -> None:
     writer = SpoolWriter(spool)
     for event in events:
         writer.append(event)
     writer.close()
 
 
-def read_all(spool: Spool) -> list[Event]:
+def read_all(spool: Spool) -> list[TrackingEvent]:
     return [spooled.event for spooled in spool.read(0, max_events=100).events]
 
 
@@ -60,7 +60,7 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None
 
 
 def test_events_come_back_as_they_were_written(tmp_path: Path) -> None:
-    events: list[Event] = [
+    events: list[TrackingEvent] = [
         metrics_logged(1),
         ArtifactLogged(name="manifests/00000001.json", file="ab/00000001.json"),
         TagsSet(tags={"roll.leg": "1"}),

@@ -101,7 +101,7 @@ class WeightRange(Section):
         return self
 
 
-class WeightsConfig(Section):
+class SampleWeightsConfig(Section):
     """How much a trajectory counts in the policy's objective."""
 
     difficulty: WeightRange | None = None
@@ -119,7 +119,7 @@ class ShapingConfig(Section):
     kl: KlRewardConfig | None = None
     """KL in the reward; needs anchor and reference logprobs."""
     masks: MasksConfig = MasksConfig()
-    weights: WeightsConfig = WeightsConfig()
+    weights: SampleWeightsConfig = SampleWeightsConfig()
 
 
 class NormalizingConfig(ShapingConfig):

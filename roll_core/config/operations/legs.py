@@ -7,13 +7,13 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from roll_core.config.base import Section
 
 
-class LocalLauncher(Section):
+class LocalLauncherConfig(Section):
     """A process on this machine, that ends with the command that started it."""
 
     kind: Literal["local"] = "local"
 
 
-class SlurmLauncher(Section):
+class SlurmLauncherConfig(Section):
     """An allocation of `cluster.nodes` nodes for `legs.time_limit_minutes`. `roll sbatch CONFIG` prints what is submitted.
 
     `work_dir`, the store and the code must be where every node can reach them; the Prefect server, if PREFECT_API_URL names
@@ -60,10 +60,10 @@ class ElasticConfig(Section):
     time_limit_minutes: PositiveInt | None = None
     """null: `legs.time_limit_minutes`. Short jobs start sooner; one that is over is queued again."""
 
-    def launcher_of(self, leg: SlurmLauncher) -> SlurmLauncher:
+    def launcher_of(self, leg: SlurmLauncherConfig) -> SlurmLauncherConfig:
         """How these nodes are asked for, where the leg's are asked for so."""
         own = self.model_dump(include={"partition", "account", "qos"}, exclude_none=True)
         return leg.model_copy(update=own | {"options": leg.options | self.options})
 
 
-LauncherConfig = Annotated[LocalLauncher | SlurmLauncher, Field(discriminator="kind")]
+LauncherConfig = Annotated[LocalLauncherConfig | SlurmLauncherConfig, Field(discriminator="kind")]

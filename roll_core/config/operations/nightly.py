@@ -30,7 +30,7 @@ class Tolerances(Section):
     """Oldest accepted runs it is compared with, too: what gets worse by a little every night takes the newest along."""
 
 
-class Reference(Section):
+class ReferenceRun(Section):
     """A small run with a fixed seed. It is known by the name in its config."""
 
     config: str
@@ -45,5 +45,5 @@ class Reference(Section):
 
 
 class NightlyConfig(Section):
-    references: tuple[Reference, ...] = Field(min_length=1)
+    references: tuple[ReferenceRun, ...] = Field(min_length=1)
     tolerances: Tolerances = Tolerances()

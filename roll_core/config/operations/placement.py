@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
-from roll_core.config.base import Devices, Section
+from roll_core.config.base import DeviceList, Section
 
 
 class DeviceKind(StrEnum):
@@ -65,9 +65,9 @@ def leg_resources(node: int, devices: int) -> dict[str, int]:
 
 
 class PlacementConfig(Section):
-    trainer: Devices = (0,)
+    trainer: DeviceList = (0,)
     """One trainer rank per device."""
-    engines: Devices = (0,)
+    engines: DeviceList = (0,)
     """One inference engine per device, or per inference.tensor_parallel devices, in the order they are named."""
     reward_workers: PositiveInt = 1
     """Processes that grade; they need no device."""

@@ -3,7 +3,7 @@
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from roll_core.config.base import Section
-from roll_core.config.operations.legs import ElasticConfig, LauncherConfig, LocalLauncher, SlurmLauncher
+from roll_core.config.operations.legs import ElasticConfig, LauncherConfig, LocalLauncherConfig, SlurmLauncherConfig
 
 RETRY_SECONDS = 300.0
 """Also for whoever has the address of a store and no config yet."""
@@ -37,7 +37,7 @@ class TrackingConfig(Section):
 
 
 class LegsConfig(Section):
-    launcher: LauncherConfig = LocalLauncher()
+    launcher: LauncherConfig = LocalLauncherConfig()
     """Where legs run."""
     max_failures: NonNegativeInt = 2
     """Legs in a row that may fail, run out of memory or run out of time without committing an iteration before the run gives
@@ -51,7 +51,7 @@ class LegsConfig(Section):
 
     @model_validator(mode="after")
     def _elastic_nodes_are_slurms(self):
-        if self.elastic is not None and not isinstance(self.launcher, SlurmLauncher):
+        if self.elastic is not None and not isinstance(self.launcher, SlurmLauncherConfig):
             raise ValueError(
                 f"elastic asks for nodes of a SLURM cluster, but launcher.kind is {self.launcher.kind}: set it to slurm, "
                 "or leave elastic out"

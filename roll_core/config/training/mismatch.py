@@ -11,7 +11,7 @@ MISMATCH = "mismatch/"
 """The area of the metrics that say how far sampler and trainer are apart."""
 
 
-class AgreementAction(StrEnum):
+class MismatchAction(StrEnum):
     """WARN: say so, and train. CORRECT: train that iteration with token-level truncated importance sampling, unless the
     algorithm corrects for its sampler anyway. STOP: end the run before the policy moves."""
 
@@ -20,7 +20,7 @@ class AgreementAction(StrEnum):
     STOP = "stop"
 
 
-class AgreementConfig(Section):
+class MismatchConfig(Section):
     """Limits on how far the trainer's logprobs may be from the sampler's, for tokens that were sampled by the very weights
     that are trained; older tokens are expected to differ, and a batch of none but those is not judged."""
 
@@ -31,7 +31,7 @@ class AgreementConfig(Section):
     """Of KL(sampler || trainer) per token."""
     max_share_off: float | None = Field(default=None, gt=0.0, lt=1.0)
     """Of the share of tokens to which one of the two gives more than twice the probability that the other gives."""
-    action: AgreementAction = AgreementAction.WARN
+    action: MismatchAction = MismatchAction.WARN
 
     @model_validator(mode="after")
     def _judges_something(self):

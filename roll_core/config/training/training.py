@@ -8,7 +8,7 @@ from roll_core.config.base import Section
 from roll_core.config.training.experts import ExpertsConfig
 from roll_core.config.training.layout import LayoutConfig
 from roll_core.config.training.lora import LoraConfig
-from roll_core.config.training.mismatch import AgreementConfig
+from roll_core.config.training.mismatch import MismatchConfig
 
 
 class Decay(StrEnum):
@@ -30,7 +30,7 @@ class Packing(StrEnum):
     SHARED_PROMPTS = "shared_prompts"
 
 
-class TrainingBackend(StrEnum):
+class BackendKind(StrEnum):
     """TORCH: a Hugging Face model, sharded over all ranks (FSDP2). MEGATRON: by `training.layout`, for large models."""
 
     TORCH = "torch"
@@ -56,7 +56,7 @@ class OptimizerConfig(Section):
 
 
 class TrainingConfig(Section):
-    backend: TrainingBackend = TrainingBackend.TORCH
+    backend: BackendKind = BackendKind.TORCH
     layout: LayoutConfig = LayoutConfig()
     """Of the megatron backend."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -85,7 +85,7 @@ class TrainingConfig(Section):
     experts: ExpertsConfig | None = None
     """How a mixture's routers are trained, and a limit on how unevenly it uses its experts; null trains routers like all
     else, and only measures (metrics experts/*)."""
-    agreement: AgreementConfig | None = None
+    agreement: MismatchConfig | None = None
     """Limits on how far the trainer's logprobs may be from the engines'; null only measures (metrics mismatch/*)."""
 
     @property

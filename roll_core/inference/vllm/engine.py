@@ -22,14 +22,14 @@ import torch
 
 from roll_core.config.inference import VllmInference
 from roll_core.config.model import ModelConfig, PretrainedModel, ScratchModel
-from roll_core.config.rollout import InFlight
-from roll_core.errors import EngineDied, WeightsMismatch
-from roll_core.inference.completions import Growing, refuse_what_cannot_be
+from roll_core.config.rollout import InFlightPolicy
+from roll_core.errors import EngineDied, WrongWeights
+from roll_core.inference.completions import InFlightCompletion, refuse_what_cannot_be
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.vllm.support import PLACE, SEED, check_version
 from roll_core.models.causal_lm import model_config
 from roll_core.types.trajectory import Ending
-from roll_core.weights.broadcast import Meeting
+from roll_core.weights.broadcast import Rendezvous
 from roll_core.weights.buckets import BroadcastBucket, Bucket, DeviceBucket, WeightsBucket, starts_of
 from roll_core.weights.checks import WeightsCheck
 
@@ -50,7 +50,7 @@ _ENDINGS = {"stop": Ending.STOP, "length": Ending.LENGTH, "abort": Ending.ABORTE
 
 
 @dataclass(eq=False)
-class _Sequence(Growing):
+class _Sequence(InFlightCompletion):
     """A request on its way: waiting until it has a slot, then with vLLM, perhaps several times."""
 
     driving: asyncio.Task[None] | None = None
@@ -126,7 +126,7 @@ class VllmEngine:
             await self._interrupt(unwanted)
         await asyncio.gather(*(s.done for s in unwanted), return_exceptions=True)
 
-    async def begin_update(self, in_flight: InFlight) -> None:
+    async def begin_update(self, in_flight: InFlightPolicy) -> None:
         self._adopted.clear()
         with _telling_its_death():
             await self._make_way(in_flight)
@@ -141,7 +141,7 @@ class VllmEngine:
                 await self._llm.collective_rpc("roll_begin_weights")
         self._version, self._loaded = None, []
 
-    async def join(self, meeting: Meeting, rank: int) -> None:
+    async def join(self, meeting: Rendezvous, rank: int) -> None:
         with _telling_its_death():
             await self._llm.collective_rpc("roll_join", args=(pickle.dumps(meeting), rank))
 
@@ -166,9 +166,9 @@ class VllmEngine:
         with _telling_its_death():
             by_worker = await self._llm.collective_rpc("roll_finish_weights", args=(samples,))
             if missing:
-                raise WeightsMismatch(f"weights version {version} lacks {', '.join(sorted(missing))}")
+                raise WrongWeights(f"weights version {version} lacks {', '.join(sorted(missing))}")
             if differences := [difference for found in by_worker for difference in found]:
-                raise WeightsMismatch(f"weights version {version} differs from the trainer's: {'; '.join(differences)}")
+                raise WrongWeights(f"weights version {version} differs from the trainer's: {'; '.join(differences)}")
             if not self._asleep:
                 await self._llm.resume_generation()
         self._version = version
@@ -203,14 +203,14 @@ class VllmEngine:
         """End vLLM's process; the engine's own would take it along, too."""
         self._llm.shutdown()
 
-    async def _make_way(self, in_flight: InFlight) -> None:
+    async def _make_way(self, in_flight: InFlightPolicy) -> None:
         running = list(self._running)
         match in_flight:
-            case InFlight.FINISH:
+            case InFlightPolicy.FINISH:
                 pass
-            case InFlight.RESUME:
+            case InFlightPolicy.RESUME:
                 await self._interrupt(running)
-            case InFlight.CONTINUE:
+            case InFlightPolicy.CONTINUE:
                 for sequence in running:
                     sequence.goes_on = True
                 await self._interrupt(running)

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from roll_core.errors import StoreRefused
-from roll_core.store.media.medium import PART_SIZE, AlreadyExists, Stored
+from roll_core.store.media.medium import PART_SIZE, AlreadyExists, ListedObject
 
 PARTIAL = ".partial-"
 """In the name of a file that is being written: no reader looks at it."""
 
 
-class Folder:
-    """Example: Folder("file:///home/ada/roll-data").create("runs/a/config.json", b"{}")"""
+class FolderMedium:
+    """Example: FolderMedium("file:///home/ada/roll-data").create("runs/a/config.json", b"{}")"""
 
     def __init__(self, uri: str):
         self._uri = uri
@@ -54,7 +54,7 @@ class Folder:
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
-    def list_below(self, folder: str) -> Iterator[Stored]:
+    def list_below(self, folder: str) -> Iterator[ListedObject]:
         if not (self._root / folder).is_dir():
             return
         now = self._now()
@@ -62,7 +62,7 @@ class Folder:
             with contextlib.suppress(FileNotFoundError):  # deleted or renamed meanwhile
                 found = path.stat()
                 if path.is_file() and PARTIAL not in path.name:
-                    yield Stored(path.relative_to(self._root).as_posix(), found.st_size, now - found.st_mtime)
+                    yield ListedObject(path.relative_to(self._root).as_posix(), found.st_size, now - found.st_mtime)
 
     def delete(self, name: str) -> None:
         with self._refusals("write to", "writable"):

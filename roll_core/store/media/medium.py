@@ -20,8 +20,8 @@ class AlreadyExists(Exception):
     """A conditional create found the name taken."""
 
 
-class Stored(NamedTuple):
-    """An object as a listing shows it. Example: Stored("objects/9f/86d081...", size=18433, age_seconds=42.0)"""
+class ListedObject(NamedTuple):
+    """An object as a listing shows it. Example: ListedObject("objects/9f/86d081...", size=18433, age_seconds=42.0)"""
 
     name: str
     size: int
@@ -46,7 +46,7 @@ class Medium(Protocol):
     def list(self, folder: str) -> list[str]:
         """Names directly in a folder as they are now, none if there is no such folder."""
 
-    def list_below(self, folder: str) -> Iterator[Stored]:
+    def list_below(self, folder: str) -> Iterator[ListedObject]:
         """Every object below a folder at any depth, in any order, a part of the listing at a time."""
 
     def delete(self, name: str) -> None:

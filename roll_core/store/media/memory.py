@@ -4,14 +4,14 @@ import threading
 import time
 from collections.abc import Iterator
 
-from roll_core.store.media.medium import AlreadyExists, Stored
+from roll_core.store.media.medium import AlreadyExists, ListedObject
 
 _ALL: dict[str, dict[str, tuple[bytes, float]]] = {}
 """Bytes and when they were written, by name, by store."""
 _LOCK = threading.Lock()
 
 
-class Memory:
+class MemoryMedium:
     """Two with the same name hold the same objects."""
 
     def __init__(self, name: str):
@@ -38,10 +38,10 @@ class Memory:
         prefix = f"{folder}/"
         return list({name.removeprefix(prefix).split("/")[0] for name in list(self._objects) if name.startswith(prefix)})
 
-    def list_below(self, folder: str) -> Iterator[Stored]:
+    def list_below(self, folder: str) -> Iterator[ListedObject]:
         for name, (data, written_at) in list(self._objects.items()):
             if name.startswith(f"{folder}/"):
-                yield Stored(name, len(data), time.monotonic() - written_at)
+                yield ListedObject(name, len(data), time.monotonic() - written_at)
 
     def delete(self, name: str) -> None:
         self._objects.pop(name, None)

@@ -1,6 +1,6 @@
 """Objects in an S3 bucket (s3://), through s3fs. Endpoint, credentials and region are the ordinary AWS settings.
 
-Every request goes through `Bucket._ask`, which repeats it while the failure is one that passes. s3fs, botocore and their
+Every request goes through `S3Medium._ask`, which repeats it while the failure is one that passes. s3fs, botocore and their
 timeouts repeat nothing, so that `store.retry_seconds` is what it says. One thing below still may: aiohttp sends a PUT again
 when a kept-alive connection turns out to be closed. Writers therefore leave an id with what they write.
 """
@@ -25,7 +25,7 @@ from botocore.parsers import ResponseParserError
 from fsspec.asyn import sync
 
 from roll_core.errors import StoreRefused, StoreUnavailable, UserError
-from roll_core.store.media.medium import PART_SIZE, PARTS_IN_FLIGHT, AlreadyExists, Stored, in_order, part_size
+from roll_core.store.media.medium import PART_SIZE, PARTS_IN_FLIGHT, AlreadyExists, ListedObject, in_order, part_size
 
 SHORTEST_ATTEMPT_SECONDS, ATTEMPT_SECONDS = 2.0, 60.0
 """An attempt without an answer is given up after a fifth of `store.retry_seconds`, within these: 16 MiB at 280 kB/s."""
@@ -50,8 +50,8 @@ Request = Callable[[Any], Awaitable[Any]]
 log = logging.getLogger(__name__)
 
 
-class Bucket:
-    """Example: Bucket("s3://my-bucket/roll", retry_seconds=300).create("runs/a/config.json", b"{}")"""
+class S3Medium:
+    """Example: S3Medium("s3://my-bucket/roll", retry_seconds=300).create("runs/a/config.json", b"{}")"""
 
     def __init__(self, uri: str, retry_seconds: float):
         self._uri, self._retry_seconds = uri, retry_seconds
@@ -95,15 +95,15 @@ class Bucket:
         names = (entry.removeprefix(f"{path}/").rstrip("/") for entry in found)
         return [name for name in names if name]  # some servers list an emptied folder as its own content
 
-    def list_below(self, folder: str) -> Iterator[Stored]:
-        page: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._key(f"{folder}/")}
+    def list_below(self, folder: str) -> Iterator[ListedObject]:
+        page: dict[str, Any] = {"S3Medium": self._bucket, "Prefix": self._key(f"{folder}/")}
         root = len(self._key(""))
         while True:
             answer = self._ask(partial(_call, "list_objects_v2", page))
             now = _answered_at(answer)
             for entry in answer.get("Contents", []):
                 age_seconds = (now - entry["LastModified"]).total_seconds()
-                yield Stored(entry["Key"][root:], entry["Size"], max(0.0, age_seconds))
+                yield ListedObject(entry["Key"][root:], entry["Size"], max(0.0, age_seconds))
             if not answer.get("IsTruncated"):
                 return
             page["ContinuationToken"] = answer["NextContinuationToken"]
@@ -244,7 +244,7 @@ class Bucket:
         )
 
     def _target(self, name: str) -> dict[str, str]:
-        return {"Bucket": self._bucket, "Key": self._key(name)}
+        return {"S3Medium": self._bucket, "Key": self._key(name)}
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name

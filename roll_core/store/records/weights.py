@@ -20,7 +20,7 @@ from roll_core.types.refs import WeightsRef, record_digest, record_json
 RECORDS_IN_FLIGHT = 16
 
 
-class Recorded(NamedTuple):
+class RecordedWeights(NamedTuple):
     """A record as it lies in the store, with its age by the store's clock."""
 
     name: str
@@ -49,19 +49,19 @@ def read_base(store: ObjectStore, weights: WeightsRef) -> WeightsRef:
         ) from None
 
 
-def recorded_weights(store: ObjectStore, run_id: str) -> list[Recorded]:
+def recorded_weights(store: ObjectStore, run_id: str) -> list[RecordedWeights]:
     """Every version a run's legs recorded and that was not retired, the youngest first."""
     found = sorted(store.list_below(f"runs/{run_id}/weights"), key=lambda stored: stored.age_seconds)
     records = in_order(partial(_read_if_there, store), [stored.name for stored in found], RECORDS_IN_FLIGHT)
-    return [Recorded(s.name, s.age_seconds, weights) for s, weights in zip(found, records, strict=True) if weights]
+    return [RecordedWeights(s.name, s.age_seconds, weights) for s, weights in zip(found, records, strict=True) if weights]
 
 
-def in_use(recorded: Sequence[Recorded], young_seconds: float, at_least: int) -> list[Recorded]:
+def in_use(recorded: Sequence[RecordedWeights], young_seconds: float, at_least: int) -> list[RecordedWeights]:
     """Those that engines may read: all that are young, at least so many of the youngest, and what they are made of."""
     by_name = {each.name: each for each in recorded}
-    needed: dict[str, Recorded] = {}
+    needed: dict[str, RecordedWeights] = {}
     for number, each in enumerate(recorded):
-        follow: Recorded | None = each if number < at_least or each.age_seconds < young_seconds else None
+        follow: RecordedWeights | None = each if number < at_least or each.age_seconds < young_seconds else None
         while follow is not None and follow.name not in needed:
             needed[follow.name] = follow
             follow = by_name.get(follow.weights.base or "")

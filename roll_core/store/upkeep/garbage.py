@@ -9,7 +9,7 @@ from itertools import chain
 
 from roll_core.config.operations.services import GRACE_MINUTES
 from roll_core.errors import UserError
-from roll_core.store.media.medium import Stored, in_order
+from roll_core.store.media.medium import ListedObject, in_order
 from roll_core.store.object_store import ObjectStore, object_name
 from roll_core.store.records.checkpoints import read_records
 from roll_core.store.records.exports import read_exports
@@ -19,7 +19,7 @@ from roll_core.store.records.weights import in_use, recorded_weights
 DELETES_IN_FLIGHT = 16
 
 
-def find_garbage(store: ObjectStore, older_than_seconds: float) -> Iterator[Stored]:
+def find_garbage(store: ObjectStore, older_than_seconds: float) -> Iterator[ListedObject]:
     """Objects that are not needed, and records of weights that are not, as they are found."""
     needed = needed_objects(store, older_than_seconds)
     folders = ["objects", *(f"runs/{run_id}/weights" for run_id in store.list("runs"))]
@@ -28,10 +28,10 @@ def find_garbage(store: ObjectStore, older_than_seconds: float) -> Iterator[Stor
             yield stored
 
 
-def remove(store: ObjectStore, garbage: Iterable[Stored]) -> Iterator[Stored]:
+def remove(store: ObjectStore, garbage: Iterable[ListedObject]) -> Iterator[ListedObject]:
     """Delete objects as they are found; each once it is gone."""
 
-    def delete(stored: Stored) -> Stored:
+    def delete(stored: ListedObject) -> ListedObject:
         store.delete(stored.name)
         return stored
 

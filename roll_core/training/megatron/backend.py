@@ -28,19 +28,19 @@ from roll_core.training.experts.losses import write_shares
 from roll_core.training.experts.routers import Routers
 from roll_core.training.loss_inputs import loss_inputs
 from roll_core.training.megatron.cpu import on_device
-from roll_core.training.megatron.offload import MegatronResidence
+from roll_core.training.megatron.offload import MegatronOffloader
 from roll_core.training.schedule import learning_rate_at
-from roll_core.training.scorer import Reference, Scored
+from roll_core.training.scorer import ReferenceStates, Scored
 from roll_core.training.snapshot import HostCopy
 from roll_core.types.manifest import Metrics
-from roll_core.weights.shards import Gathering, Shard, fill
+from roll_core.weights.shards import TensorGatherer, Shard, fill
 
 with on_device():
     from roll_core.training.megatron import checkpoint as megatron_checkpoint
     from roll_core.training.megatron.checkpoint import Block, Progress, blocks_of
-    from roll_core.training.megatron.layers import Router
+    from roll_core.training.megatron.layers import ObservedRouter
     from roll_core.training.megatron.model import PolicyModel, build_chunks
-    from roll_core.training.megatron.optimizer import MOMENTS, DistributedAdam, Held, wrap
+    from roll_core.training.megatron.optimizer import MOMENTS, DistributedAdam, OwnedRange, wrap
     from roll_core.training.megatron.pipeline import RowPart, Scoring, forward, forward_backward, to_all_stages
     from roll_core.training.megatron.shards import shards_of
     from roll_core.training.megatron.world import adopt_layout, share_of
@@ -78,13 +78,13 @@ class MegatronBackend:
                 for router in _routers(self._policy.chunks):
                     router.requires_grad_(False)  # before it is wrapped, which gives a place to all gradients that will be
             self._wrapped = wrap(self._policy.chunks)
-            self._gathering = Gathering(self._policy.shards, self._policy.names)
+            self._gathering = TensorGatherer(self._policy.shards, self._policy.names)
             self._routers = _trained_routers(self._policy.chunks, settings)
         self._share = share_of(settings.training.layout)
         self._frozen: dict[str, _Built] = {}
         self._sums: dict[str, Tensor] = {}
         self._host_copy = HostCopy()
-        self._residence = MegatronResidence(settings.device)
+        self._residence = MegatronOffloader(settings.device)
         self._writers = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
 
     @property
@@ -131,7 +131,7 @@ class MegatronBackend:
         """Full gradients accumulated so far: for tests and for debugging a run."""
         with on_device():
             self._optimizer.gather_gradients()
-        trained = Gathering([each for each in self._policy.shards if each.parameter.requires_grad], self._policy.names)
+        trained = TensorGatherer([each for each in self._policy.shards if each.parameter.requires_grad], self._policy.names)
         return trained.tensors(lambda parameter: parameter.main_grad, torch.float32)  # type: ignore[attr-defined]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -208,17 +208,17 @@ class MegatronBackend:
         with on_device():
             return to_all_stages(forward(built.chunks, micro_batches, at_the_end, device), micro_batches, device)
 
-    def _references(self, micro_batches: Sequence[MicroBatch]) -> dict[int, Reference]:
+    def _references(self, micro_batches: Sequence[MicroBatch]) -> dict[int, ReferenceStates]:
         """What the reference says of each, by number; on the last stage."""
         reference = self._frozen[Policy.REFERENCE]
 
-        def at_the_end(model: PolicyModel, part: RowPart, hidden: Tensor, _: int) -> Reference:
+        def at_the_end(model: PolicyModel, part: RowPart, hidden: Tensor, _: int) -> ReferenceStates:
             return reference.scoring.reference(model, part, hidden)
 
         with on_device():
             return dict(enumerate(forward(reference.chunks, micro_batches, at_the_end, self._settings.device)))
 
-    def _accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFn, references: dict[int, Reference]) -> None:
+    def _accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFn, references: dict[int, ReferenceStates]) -> None:
         scoring = self._policy.scoring
 
         def loss_at_the_end(model: PolicyModel, part: RowPart, hidden: Tensor, number: int) -> Tensor:
@@ -247,7 +247,7 @@ class MegatronBackend:
         means = {name: value / tokens for name, value in sums.items()} if tokens else {}
         return means | {f"{AREA}/loss": loss}
 
-    def _state_blocks(self, held: Held, state: dict[str, Tensor]) -> Iterator[Block]:
+    def _state_blocks(self, held: OwnedRange, state: dict[str, Tensor]) -> Iterator[Block]:
         """Of the numbers of a parameter that this rank moves, what the optimizer knows."""
         for shard in self._policy.shards_by_parameter[held.parameter]:
             first = shard.first_row * held.parameter.stride(0)
@@ -257,7 +257,7 @@ class MegatronBackend:
                 yield from blocks_of(name, shard.slice, self._policy.names, part, start - first, stop - first)
 
 
-Read = Callable[[Callable[[Reference | None], Scored], int], Tensor | None]
+Read = Callable[[Callable[[ReferenceStates | None], Scored], int], Tensor | None]
 """Asks for the scores of a micro-batch of this number, and reads something off them."""
 
 
@@ -306,8 +306,8 @@ def _trained_routers(chunks: Sequence[PolicyModel], settings: MegatronSettings) 
     return routers
 
 
-def _routers(chunks: Sequence[PolicyModel]) -> list[Router]:
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
+def _routers(chunks: Sequence[PolicyModel]) -> list[ObservedRouter]:
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, ObservedRouter)]
 
 
 def _weights_of(model: ModelConfig, seed: int) -> NamedTensors:

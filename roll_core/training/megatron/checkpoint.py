@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from roll_core.errors import RollError
 from roll_core.models.megatron_names import MegatronNames
-from roll_core.weights.shards import Slice
+from roll_core.weights.shards import TensorSlice
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Where it begins, and its sizes."""
@@ -69,7 +69,7 @@ class Block:
         return MetadataIndex(self.name, torch.Size(self.start))
 
 
-def blocks_of(kind: str, piece: Slice, names: MegatronNames, values: Tensor, start: int, stop: int) -> Iterator[Block]:
+def blocks_of(kind: str, piece: TensorSlice, names: MegatronNames, values: Tensor, start: int, stop: int) -> Iterator[Block]:
     """Numbers `start` to `stop` of a slice, which `values` begins with, without padding."""
     rows = names.parts(piece.key, piece.index, piece.global_shape[0])[-1].stop
     name = "/".join([kind, piece.key, *map(str, piece.index)])

@@ -41,7 +41,7 @@ def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlock
         attention.core_attention = Attention
         if config.num_moe_experts is not None and hasattr(parts.mlp.submodules, "experts"):
             parts.mlp.submodules.experts.module = Experts
-            parts.mlp.submodules.router = Router
+            parts.mlp.submodules.router = ObservedRouter
         if not HAS_TRANSFORMER_ENGINE:
             parts.input_layernorm = parts.pre_mlp_layernorm = Norm
             if attention.q_layernorm is not IdentityOp:
@@ -100,7 +100,7 @@ class Attention(MegatronModule):
         return {}
 
 
-class Router(TopKRouter):
+class ObservedRouter(TopKRouter):
     """Megatron's own, which tells who trains it what it chose."""
 
     trained_by: Routers | None = None
@@ -123,7 +123,7 @@ class Router(TopKRouter):
 class _Replayed:
     """What Megatron asks for the experts of tokens, given a router's scores."""
 
-    def __init__(self, router: Router):
+    def __init__(self, router: ObservedRouter):
         self._router = router
 
     def get_replay_topk(

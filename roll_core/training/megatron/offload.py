@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 
-class MegatronResidence:
+class MegatronOffloader:
     """What is on the host can be read and saved there; computing has to wait until it is back. Host memory is taken once,
     pinned where there is a GPU, and used again."""
 

@@ -20,7 +20,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Held:
+class OwnedRange:
     """The numbers `start` to `stop` of a parameter, which this rank moves, and what the optimizer remembers of them."""
 
     parameter: nn.Parameter
@@ -112,12 +112,12 @@ class DistributedAdam:
         """All zero between two steps."""
         return [buffer.grad_data for chunk in self._chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
 
-    def held(self) -> Iterator[Held]:
+    def held(self) -> Iterator[OwnedRange]:
         for each in self._optimizer.chained_optimizers:
             for parameter, (group, order) in each.model_param_group_index_map.items():
                 main = each.optimizer.param_groups[group]["params"][order]
                 place = each._get_model_param_range_map(parameter)["param"]
-                yield Held(parameter, place.start, place.end, main, each.optimizer.state[main])
+                yield OwnedRange(parameter, place.start, place.end, main, each.optimizer.state[main])
 
     def follow_parameters(self) -> None:
         """Parameters were set: move on from there."""

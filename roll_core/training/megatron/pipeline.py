@@ -18,7 +18,7 @@ from torch import Tensor
 from roll_core.batching.micro_batch import MicroBatch
 from roll_core.training.megatron.model import PolicyModel
 from roll_core.training.megatron.world import on_last_stage
-from roll_core.training.scorer import Reference, Scored, Vocabulary, nothing_scored, score_tokens
+from roll_core.training.scorer import ReferenceStates, Scored, Vocabulary, nothing_scored, score_tokens
 
 Chunks = Sequence[torch.nn.Module]
 """Those of this rank, as they are or wrapped for training."""
@@ -32,7 +32,7 @@ class Scoring:
     temperature: float
     chunk_tokens: int
 
-    def score(self, model: PolicyModel, part: "RowPart", reference: Reference | None, hidden: Tensor) -> Scored:
+    def score(self, model: PolicyModel, part: "RowPart", reference: ReferenceStates | None, hidden: Tensor) -> Scored:
         """Of all trained tokens of a micro-batch, from this rank's last hidden states."""
         hidden_nH, vocabulary = part.states_of_targets(hidden), self._vocabulary(model)
         output_VH = self._rows_that_count(model.output_weight, vocabulary)
@@ -48,10 +48,10 @@ class Scoring:
             None if divergences_n is None else part.of_all_parts(divergences_n),
         )
 
-    def reference(self, model: PolicyModel, part: "RowPart", hidden: Tensor) -> Reference:
+    def reference(self, model: PolicyModel, part: "RowPart", hidden: Tensor) -> ReferenceStates:
         """What another policy needs to be compared with this one, for the tokens that this rank scores."""
         output_VH = self._rows_that_count(model.output_weight, self._vocabulary(model))
-        return Reference(part.states_of_targets(hidden), output_VH)
+        return ReferenceStates(part.states_of_targets(hidden), output_VH)
 
     def _vocabulary(self, model: PolicyModel) -> Vocabulary:
         group = parallel_state.get_tensor_model_parallel_group()

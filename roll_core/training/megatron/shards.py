@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.core.models.gpt import GPTModel
 from torch import nn
 
-from roll_core.weights.shards import Shard, Slice
+from roll_core.weights.shards import Shard, TensorSlice
 
 
 def shards_of(chunks: Sequence[GPTModel]) -> list[Shard]:
@@ -28,7 +28,7 @@ def _shards_of(chunk: GPTModel) -> Iterator[Shard]:
             parameter = parameters[max(0, bisect_right(begins, each.data.data_ptr()) - 1)]
             stacked = each.prepend_axis_num
             yield Shard(
-                slice=Slice(
+                slice=TensorSlice(
                     key=each.key,
                     index=tuple(each.global_offset[:stacked]),
                     global_shape=tuple(each.global_shape[stacked:]),

@@ -23,13 +23,13 @@ from roll_core.training.base import Policy, Share, Snapshot
 from roll_core.training.experts.losses import write_shares
 from roll_core.training.experts.routers import Routers
 from roll_core.training.loss_inputs import loss_inputs
-from roll_core.training.scorer import Reference, TokenScorer
+from roll_core.training.scorer import ReferenceStates, TokenScorer
 from roll_core.training.torch.lora import added_up
-from roll_core.training.torch.trainable import TorchSettings, TorchTrained, rank, whole, world_size
+from roll_core.training.torch.trainable import TorchSettings, TorchTrainable, rank, whole, world_size
 from roll_core.types.manifest import Metrics
 
 
-class TorchBackend(TorchTrained):
+class TorchBackend(TorchTrainable):
     def __init__(self, model: ModelConfig, settings: TorchSettings):
         self._model_config = model
         self._lora = settings.training.lora
@@ -144,7 +144,7 @@ class TorchBackend(TorchTrained):
         return [self._scorer, *self._frozen.values()]
 
     @torch.no_grad()
-    def _reference_states(self, batch: MicroBatch) -> Reference:
+    def _reference_states(self, batch: MicroBatch) -> ReferenceStates:
         return self._frozen[Policy.REFERENCE].reference_states(batch)
 
 

@@ -14,7 +14,7 @@ from roll_core.config.model import ModelConfig
 from roll_core.models.checkpoint_names import as_parameters
 from roll_core.training.base import Values
 from roll_core.training.scorer import last_hidden_states
-from roll_core.training.torch.trainable import TorchSettings, TorchTrained
+from roll_core.training.torch.trainable import TorchSettings, TorchTrainable
 
 
 class ValueScorer(nn.Module):
@@ -38,7 +38,7 @@ class ValueScorer(nn.Module):
         return Values(values[micro_batch.predicted_by_N] + values.sum() * 0.0, values[micro_batch.ends_S])
 
 
-class TorchCritic(TorchTrained):
+class TorchCritic(TorchTrainable):
     def __init__(self, model: ModelConfig, settings: TorchSettings):
         self._scorer = ValueScorer(settings.build_model(model))
         settings.shard(self._scorer, self._scorer.model.layers)

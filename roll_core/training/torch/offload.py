@@ -26,7 +26,7 @@ def lay_flat(module: nn.Module, device: torch.device) -> None:
     module.to(device)  # its buffers
 
 
-class Residence:
+class Offloader:
     """Of modules and an optimizer. Sharded tensors stay sharded: each rank moves what it holds.
 
     What is on the host can be read and saved there; computing has to wait until it is back. Host memory is taken once,

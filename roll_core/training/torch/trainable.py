@@ -32,7 +32,7 @@ from roll_core.training.checkpoint_files import written_files
 from roll_core.training.schedule import learning_rate_at
 from roll_core.training.snapshot import HostCopy
 from roll_core.training.torch.lora import adapt
-from roll_core.training.torch.offload import Residence, lay_flat
+from roll_core.training.torch.offload import Offloader, lay_flat
 from roll_core.types.manifest import Metrics
 
 
@@ -77,7 +77,7 @@ class TorchSettings:
         return contextlib.nullcontext()
 
 
-class TorchTrained:
+class TorchTrainable:
     """`area` is the first word of its metrics' names: update, critic."""
 
     def __init__(self, module: nn.Module, settings: TorchSettings, area: str):
@@ -86,7 +86,7 @@ class TorchTrained:
         self._area = area
         self._sums: dict[str, Tensor] = {}
         self._host_copy = HostCopy()
-        self._residence = Residence(settings.device)
+        self._residence = Offloader(settings.device)
         self._writers = dist.new_group(backend="gloo") if world_size() > 1 else None
 
     def start_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from roll_core.algorithms.mismatch import Differences, measure, quantities
+from roll_core.algorithms.mismatch import MismatchSums, measure, quantities
 
 
 def found(*log_ratios: float) -> dict[str, float]:
@@ -54,7 +54,7 @@ def test_tails_are_those_of_the_tokens_not_the_extremes():
 def test_parts_add_up_to_the_whole_tails_included(cut):
     d_N = torch.tensor([0.3, -0.004, 1.5, -2.0, 0.01])
     parts = [measure(d_N[:cut]), measure(d_N[cut:])]
-    whole = Differences(
+    whole = MismatchSums(
         sums=parts[0].sums + parts[1].sums,
         counts_B=parts[0].counts_B + parts[1].counts_B,
         extremes=torch.maximum(parts[0].extremes, parts[1].extremes),

@@ -31,7 +31,7 @@ from roll_core.config.algorithm.shaping import (
     ShapingConfig,
     StatisticsFrom,
     WeightRange,
-    WeightsConfig,
+    SampleWeightsConfig,
 )
 from tests.unit.algorithms.builders_advantages import (
     advantage_inputs,
@@ -54,7 +54,7 @@ EVERYTHING = NormalizingConfig(
     overlong=OverlongConfig(buffer_tokens=8),
     kl=KlRewardConfig(coefficient=0.1, adaptive=AdaptiveKlConfig(target=0.5, horizon=10)),
     masks=MasksConfig(truncated=True, max_accuracy=1.0),
-    weights=WeightsConfig(difficulty=WeightRange(first=0.5, last=2.0), length=WeightRange(first=1.5, last=0.5)),
+    weights=SampleWeightsConfig(difficulty=WeightRange(first=0.5, last=2.0), length=WeightRange(first=1.5, last=0.5)),
 )
 
 
@@ -266,7 +266,7 @@ def test_weights_multiply_and_have_mean_one_over_those_kept():
     # accuracies 1 | 0: difficulty 0.5 | 2; lengths 1, 3 | 3, 2: 1.5, 0.5 | 0.5, 1; products 0.75, 0.25 | 1, 2
     # the last was cut off: over the mean 2/3 of the others, 1.125, 0.375, 1.5; the masked one is given 1
     outcomes = advantage_inputs([1, 1, 0, 0], [0, 0, 1, 1], turns=[[1], [3], [3], [2]], truncated=[False] * 3 + [True])
-    weights = WeightsConfig(difficulty=WeightRange(first=0.5, last=2.0), length=WeightRange(first=1.5, last=0.5))
+    weights = SampleWeightsConfig(difficulty=WeightRange(first=0.5, last=2.0), length=WeightRange(first=1.5, last=0.5))
     section = ShapingConfig(weights=weights, masks=MasksConfig(truncated=True))
     credit = credited(credit_inputs(outcomes, correct=[1, 1, 0, 0]), credit_recipe(section))
     assert credit.weights_S.tolist() == pytest.approx([1.125, 0.375, 1.5, 1.0])
@@ -274,7 +274,7 @@ def test_weights_multiply_and_have_mean_one_over_those_kept():
 
 def test_weights_that_leave_nobody_any_weight_are_zero_and_not_nan():
     # always-right groups count nothing, and there are no others
-    section = ShapingConfig(weights=WeightsConfig(difficulty=WeightRange(first=0.0, last=1.0)))
+    section = ShapingConfig(weights=SampleWeightsConfig(difficulty=WeightRange(first=0.0, last=1.0)))
     credit = credited(credit_inputs(advantage_inputs([1, 1])), credit_recipe(section))
     assert credit.weights_S.tolist() == [0, 0]
 
@@ -467,7 +467,7 @@ def test_a_domain_is_not_charged_for_the_lengths_of_another():
 
 def test_length_weights_of_a_domain_are_of_its_own_lengths():
     inputs = credit_inputs(advantage_inputs([1, 1, 1], turns=[[4], [4], [9]]), domain=[0, 0, 1], domains=("sort", "math"))
-    section = ShapingConfig(weights=WeightsConfig(length=WeightRange(first=2.0, last=1.0)))
+    section = ShapingConfig(weights=SampleWeightsConfig(length=WeightRange(first=2.0, last=1.0)))
     credit = credited(inputs, credit_recipe(ShapingConfig(), domains={"sort": section}, advantage=outcome_only))
     # both of sort are equally long: weight 2 each, beside 1 of math; rescaled by 3/5
     assert credit.weights_S.tolist() == pytest.approx([1.2, 1.2, 0.6])
