@@ -75,10 +75,8 @@ class Way:
     batch_synchronous: bool = False
 
 
-GROUPED = {"requests": "grouped"}
 WAYS = [
-    Way("batch-synchronous", GROUPED, batch_synchronous=True),
-    Way("queue-scheduled", GROUPED),
+    Way("batch-synchronous", batch_synchronous=True),
     Way("+ replicated"),
     Way("+ 4 redundant groups", {"redundant_groups": 4}),
     Way("asynchronous, ratio 1", {"async_ratio": 1}),
@@ -86,7 +84,7 @@ WAYS = [
     Way("asynchronous, ratio 4", {"async_ratio": 4}),
 ]
 FILTERED_WAYS = [
-    Way("batch-synchronous", GROUPED, batch_synchronous=True),
+    Way("batch-synchronous", batch_synchronous=True),
     Way("+ replicated"),
     Way("+ 16 redundant groups", {"redundant_groups": 16}),
     Way("asynchronous, ratio 2", {"async_ratio": 2}),
@@ -298,7 +296,7 @@ def bound(measured: Measured) -> float:
     """Seconds an iteration should take, counted as the measured ones are."""
     config, latency = measured.config, measured.config.inference
     assert isinstance(latency, RehearsalInference)
-    draws = [draws for i in measured.iterations if (draws := i.collected.draws) is not None]
+    draws = [i.collected.draws for i in measured.iterations]
     useful = {d.first + place: letter != "f" for d in draws for place, letter in enumerate(d.outcomes)}
     work = Rehearsed(config, useful)
     trainer = TrainerModel(
@@ -309,7 +307,9 @@ def bound(measured: Measured) -> float:
     )
     if measured.way.batch_synchronous:  # of a filter's rounds only the first
         return trainer.prepare.seconds + trainer.update.seconds + trainer.publish_seconds + longest(measured)
-    models = MachineModels(EngineModel(latency.seconds_to_first_token, latency.seconds_per_token), GraderModel((0.0,)), trainer)
+    models = MachineModels(
+        EngineModel(latency.seconds_to_first_token, latency.seconds_per_token), GraderModel((0.0,)), trainer
+    )
     predicted = simulate(config, models, work, config.iterations)
     return statistics.fmean(predicted.iteration_seconds[WARM_UP:])
 
@@ -322,7 +322,7 @@ def longest(measured: Measured) -> float:
     def turns(problem: int, number: int) -> list[float]:
         return turns_of(latency, rehearsed_request(config, problem, number))
 
-    pages = [page for iteration in measured.counted if (page := iteration.collected.draws) is not None]
+    pages = [iteration.collected.draws for iteration in measured.counted]
     return statistics.fmean(
         math.fsum(
             max(turn)
@@ -343,7 +343,7 @@ def batches(measured: Measured, work: Rehearsed) -> list[list[float]]:
         demand = work.demand(problem, number)
         return latency.seconds_to_first_token + latency.seconds_per_token * demand.num_tokens + demand.waiting_seconds
 
-    pages = [page for iteration in measured.counted if (page := iteration.collected.draws) is not None]
+    pages = [iteration.collected.draws for iteration in measured.counted]
     return [[seconds(problem, n) for problem in range(page.first, page.next) for n in range(size)] for page in pages]
 
 

@@ -108,7 +108,7 @@ def measure(learner: Learner, store: ObjectStore, plain_first: bool) -> Round:
             snapshot = timed(times, "blocked", learner.snapshot)
             written = snapshot(mine / "saved")
             stored = upload_files(store, mine / "saved", written)
-            uploaded.append(CheckpointRef(iteration=0, weights_version=0, files=tuple(stored)))
+            uploaded.append(CheckpointRef(iteration=0, weights_version=0, weights_digest="", files=tuple(stored)))
 
         def load() -> None:
             timed(times, "fetch", lambda: download_files(store, uploaded[0], mine / "loaded"))

@@ -29,7 +29,7 @@ from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.checkpoints import checkpoints_of, download_files, record_checkpoint, upload_files
 from roll_core.store.records.rollouts import encode_trajectories
 from roll_core.store.records.runs import commit, find_run, open_run, read_chain, read_config
-from roll_core.types.manifest import NO_PARENT, Collected, CollectRequest, Evaluated, Manifest
+from roll_core.types.manifest import NO_PARENT, Collected, CollectRequest, Draws, Evaluated, Manifest
 from roll_core.types.refs import ArtifactKind, ArtifactRef, CheckpointRef, RunRef, digest_of, record_digest
 from roll_core.types.trajectory import Ending, Score, Trajectory, Turn
 
@@ -251,6 +251,8 @@ def _manifest(store: ObjectStore, run: RunRef, chain: list[Manifest], rng: rando
         num_trajectories=32,
         num_failed=0,
         num_tokens=320,
+        draws=Draws(first=request.first_problem, outcomes="t" * 8),
+        trace=store.put(rng.randbytes(64), ArtifactKind.TRACE),
         metrics={"reward/mean": rng.random()},
     )
     return Manifest(

@@ -29,10 +29,12 @@ from roll_core.batching.token_data import TokenData
 from roll_core.config.algorithm.methods import Grpo
 from roll_core.config.inference import VllmInference
 from roll_core.config.model import ScratchModel
-from roll_core.config.problems import ArithmeticProblems, ExactMatch
+from roll_core.config.optimizer import OptimizerConfig
+from roll_core.config.problems import ArithmeticProblems
+from roll_core.config.rewards import ExactMatch
 from roll_core.config.rollout import InFlightPolicy
 from roll_core.config.run import RunConfig
-from roll_core.config.training.training import OptimizerConfig, Packing, Precision, TrainingConfig
+from roll_core.config.training.training import Packing, Precision, TrainingConfig
 from roll_core.inference.base import InferenceEngine
 from roll_core.inference.requests import GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine

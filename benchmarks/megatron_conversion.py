@@ -83,7 +83,9 @@ def convert(rank: int, num_ranks: int, layout: LayoutConfig, folder: Path, shard
         with peak_memory(peaks, "read"):
             fill(shards, names, TensorFiles(folder / "before"))
         with peak_memory(peaks, "written"):
-            weights = TensorGatherer(shards, names, bucket_bytes=shard_bytes // 8).tensors(lambda each: each.data, torch.float32)
+            weights = TensorGatherer(shards, names, bucket_bytes=shard_bytes // 8).tensors(
+                lambda each: each.data, torch.float32
+            )
             write_tensors(weights, folder / "after", shard_bytes, WriterRank(rank, num_ranks))
         (folder / f"peaks-{rank}.json").write_text(json.dumps(peaks))
         dist.destroy_process_group()

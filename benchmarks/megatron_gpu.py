@@ -24,8 +24,9 @@ from roll_core.batching.token_data import TokenData
 from roll_core.config.algorithm.methods import Grpo
 from roll_core.config.model import PretrainedModel
 from roll_core.config.operations.placement import ClusterConfig, DeviceKind
+from roll_core.config.optimizer import OptimizerConfig
 from roll_core.config.run import RunConfig
-from roll_core.config.training.training import OptimizerConfig, Packing, Precision, BackendKind, TrainingConfig
+from roll_core.config.training.training import BackendKind, Packing, Precision, TrainingConfig
 from roll_core.planning.memory import TrainerMemory, trainer_memory
 from roll_core.planning.model_shape import shape_of
 from roll_core.training.megatron.backend import Initial, MegatronBackend, MegatronSettings

@@ -24,8 +24,9 @@ from trl import GRPOConfig, GRPOTrainer
 from roll_core.config.inference import VllmInference
 from roll_core.config.load import validate_config
 from roll_core.config.operations.placement import DeviceKind
+from roll_core.config.optimizer import OptimizerConfig
 from roll_core.config.run import RunConfig
-from roll_core.config.training.training import OptimizerConfig, Precision
+from roll_core.config.training.training import Precision
 from roll_core.data.problem_source import build_source
 from roll_core.rewards.base import Reward, build_reward
 from roll_core.rollout.renderer import build_renderer

@@ -11,7 +11,7 @@ from typing import Any
 from flows.prefect_server import own_api
 from roll_core.reporting.stage_log import StageLog
 from roll_core.store.records.runs import read_config
-from roll_core.types.leg import LegEnded, LegAllocation
+from roll_core.types.leg import LegAllocation, LegEnded
 from roll_core.types.refs import RunRef
 
 

@@ -1,12 +1,10 @@
 """Which Prefect a command talks to: the one PREFECT_API_URL names, or an embedded one that lives as long as it does."""
 
 import contextlib
-import ctypes
 import functools
 import os
 import shutil
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -18,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from roll_core.errors import DeadlineExceeded
+from roll_core.host import end_with_parent, free_port
 
 START_DEADLINE_S = 120.0
 """The first start creates and migrates a database, which took up to a minute on a loaded two-core machine."""
@@ -138,7 +137,12 @@ def background_process(command: list[str], environment: dict[str, str], log_file
     """
     with open(log_file, "ab") as log:
         process = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=log, start_new_session=True, preexec_fn=_die_with_parent
+            command,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=functools.partial(end_with_parent, signal.SIGTERM),
         )
     try:
         yield process
@@ -164,15 +168,3 @@ def answers(url: str) -> bool:
     with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
         return True
     return False
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _die_with_parent() -> None:
-    """Linux: the kernel ends this process when its parent ends, however that ends."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

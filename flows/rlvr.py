@@ -11,19 +11,16 @@ from prefect.context import serialize_context
 
 from flows.leg_process import run_train_leg
 from flows.prefect_server import is_embedded
-from roll_core.config.operations.legs import LocalLauncherConfig, SlurmLauncherConfig
-from roll_core.config.operations.services import LegsConfig
+from roll_core.config.operations.legs import LegsConfig, LocalLauncherConfig, SlurmLauncherConfig
 from roll_core.config.run import RunConfig
 from roll_core.errors import FailureClass, LegFailed
-from roll_core.store.records.runs import read_chain, read_config, store_of
-from roll_core.store.records.summary import RunSummary
+from roll_core.store.records.runs import RunSummary, read_chain, read_config, store_of
 from roll_core.tracking.spool import RunStatus
 from roll_core.types.leg import LegEnded, LegEnding
 from roll_core.types.refs import RunRef
 from tasks.legs import elastic_nodes_go, leg_left_behind, note_end, run_leg
 from tasks.progress import announce_run
-from tasks.runs import find_run, open_fork, open_run
-from tasks.summary import summarize
+from tasks.runs import find_run, open_fork, open_run, summarize
 
 
 def config_name() -> str:

@@ -15,21 +15,27 @@ from roll_core.errors import ArtifactDamaged, RoleDied
 from roll_core.store.records.forks import lineage
 from roll_core.store.records.runs import read_chain, read_config, store_of
 from roll_core.tracking.spool import RunStatus
-from roll_core.types.leg import LegEnded, LegEnding, LegAllocation
+from roll_core.types.leg import LegAllocation, LegEnded, LegEnding
 from roll_core.types.manifest import CollectRequest, Manifest, Updated
 from roll_core.types.refs import RunRef, record_digest
-from tasks.checkpoint import checkpoint, save, store_checkpoint
-from tasks.collect import collect
 from tasks.commit import IterationReceipts, commit
-from tasks.evaluate import evaluate
 from tasks.export import store_export
 from tasks.legs import leg_failed
-from tasks.prepare import prepare
-from tasks.publish import publish
 from tasks.recover import recover
 from tasks.services import Services, open_services, run_dir
+from tasks.stages import (
+    checkpoint,
+    checkpoint_committed,
+    collect,
+    evaluate,
+    prepare,
+    publish,
+    store_checkpoint,
+    update,
+    update_critic,
+    warm_start,
+)
 from tasks.tracking import catch_up
-from tasks.update import update, update_critic, warm_start
 
 RAY_NOTICES_S = 30.0
 """A node whose Ray died is known to be gone after so long, and roles are not started there by mistake: Ray asks five times,
@@ -57,7 +63,7 @@ def train_leg(run: RunRef, leg: int, place: LegAllocation) -> LegEnded:
 def wind_up(manifest: Manifest, ending: LegEnding, services: Services) -> None:
     """Nothing is left to do again: a leg that is asked to stop leaves a checkpoint of where it stopped."""
     if ending is not LegEnding.FINISHED:
-        save(manifest, services)
+        checkpoint_committed(manifest, services)
     store_checkpoint(services)
     if ending is LegEnding.FINISHED:
         if services.config.checkpoint.export_at_end:

@@ -86,7 +86,7 @@ class BroadcastBroken(RollError):
 
 
 class SamplerMismatch(RollError):
-    """Engines and trainer differ about tokens of the same weights, beyond training.agreement; the policy did not move."""
+    """Engines and trainer differ about tokens of the same weights, beyond training.mismatch; the policy did not move."""
 
 
 class EngineDied(RollError):
@@ -139,7 +139,8 @@ def classify(error: BaseException) -> FailureClass:
             return FailureClass.TRANSIENT  # a peer that died or is late, as those see it who waited for it
         case OSError():  # refused and lost connections, timeouts, disks
             return FailureClass.DETERMINISTIC if isinstance(error, ABOUT_THE_REQUEST) else FailureClass.TRANSIENT
-    return FailureClass.DETERMINISTIC if error.__cause__ is None else classify(error.__cause__)
+        case _:
+            return FailureClass.DETERMINISTIC if error.__cause__ is None else classify(error.__cause__)
 
 
 def one_line(error: BaseException) -> str:

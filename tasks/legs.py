@@ -24,7 +24,7 @@ from roll_core.store.records.nodes import NodeFailure, excluded_nodes, note_fail
 from roll_core.store.records.runs import read_chain, read_config, store_of
 from roll_core.tracking.spool import RunStatus
 from roll_core.tracking.tracker import Tracker
-from roll_core.types.leg import LegEnded, LegEnding, LegAllocation
+from roll_core.types.leg import LegAllocation, LegEnded, LegEnding
 from roll_core.types.refs import RunRef
 from tasks.durability import state_changing
 from tasks.leg_requests import ELASTIC, LEG, job_prefix, leg_request
@@ -170,8 +170,9 @@ def read_ending(end: JobEnd, run: RunRef, leg: int) -> LegEnded:
         case LegEnded() as answer:
             cause = "; ".join(filter(None, [answer.cause, end.cause]))
             return answer.model_copy(update={"ending": end.ending, "cause": cause, "lost_nodes": end.lost_nodes})
-    ended = _ended_early(run, leg, end.ending or LegEnding.FAILED, end.cause, FailureClass.TRANSIENT)
-    return ended.model_copy(update={"lost_nodes": end.lost_nodes})
+        case _:
+            ended = _ended_early(run, leg, end.ending or LegEnding.FAILED, end.cause, FailureClass.TRANSIENT)
+            return ended.model_copy(update={"lost_nodes": end.lost_nodes})
 
 
 def note_end(run: RunRef, config: RunConfig, status: RunStatus) -> None:

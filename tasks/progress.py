@@ -5,7 +5,7 @@ import logging
 
 from prefect import get_run_logger
 
-from roll_core.reporting.progress import PROGRESS
+from roll_core.reporting.stage_log import PROGRESS_LOGGER
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.runs import read_manifest
 from roll_core.types.manifest import Manifest
@@ -16,7 +16,7 @@ GLANCE_SECONDS = 2.0
 
 
 def announce_run(run: RunRef) -> None:
-    logging.getLogger(PROGRESS).info("run %s", run.run_id, extra={"run": run})
+    logging.getLogger(PROGRESS_LOGGER).info("run %s", run.run_id, extra={"run": run})
 
 
 class ManifestWatch:
@@ -37,7 +37,7 @@ class ManifestWatch:
     def _announce(self, manifest: Manifest) -> None:
         sentence = describe(manifest)
         get_run_logger().info(sentence)
-        logging.getLogger(PROGRESS).info(sentence, extra={"manifest": manifest})
+        logging.getLogger(PROGRESS_LOGGER).info(sentence, extra={"manifest": manifest})
 
 
 def describe(manifest: Manifest) -> str:

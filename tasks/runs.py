@@ -1,14 +1,17 @@
-"""Opening and finding runs."""
+"""Opening, finding and summarizing runs."""
 
 from roll_core.config.load import load_config
 from roll_core.config.run import RunConfig
 from roll_core.errors import UserError
 from roll_core.planning.preflight import check_origins, check_ready, with_teachers_pinned
+from roll_core.reporting.report import render_report
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records import runs
 from roll_core.store.records.forks import forked_config
+from roll_core.store.records.runs import RunSummary, summary_of
 from roll_core.types.refs import RunRef
 from tasks.durability import state_changing
+from tasks.services import run_dir
 
 
 @state_changing("open run")
@@ -38,6 +41,17 @@ def open_fork(run_id: str, iteration: int, overrides: list[str], store_uri: str)
 @state_changing("find run")
 def find_run(run_id: str, store_uri: str) -> RunRef:
     return runs.find_run(ObjectStore(store_uri), run_id)
+
+
+@state_changing("summary")
+def summarize(run: RunRef) -> RunSummary:
+    """Write the run's report page into its work folder and return its accuracy curve."""
+    config = runs.read_config(run)
+    chain = runs.read_chain(runs.store_of(run), run.run_id)
+    report = run_dir(run, config) / "report.html"
+    report.parent.mkdir(parents=True, exist_ok=True)
+    report.write_text(render_report(run.run_id, config, chain))
+    return summary_of(run.run_id, chain)
 
 
 def _claim(store: ObjectStore, config: RunConfig) -> RunRef:

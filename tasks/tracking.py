@@ -6,11 +6,17 @@ from datetime import datetime
 
 from roll_core.errors import ArtifactDamaged
 from roll_core.reporting.goodput import commits_in_logs, goodput_metrics, leg_histories
-from roll_core.reporting.stage_log import read_stages_by_leg
+from roll_core.reporting.stage_log import read_stages, read_stages_by_leg
+from roll_core.reporting.timeline import timeline_html
+from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.rollouts import decode_trajectories
+from roll_core.store.records.runs import read_manifest
+from roll_core.store.records.traces import decode_trace
 from roll_core.types.manifest import Evaluated, Manifest
 from tasks.services import Services, run_dir
-from tasks.timeline import draw_timeline
+
+SHOWN = 6
+"""Iterations on a page: enough to see how they overlap, few enough to see it at a glance."""
 
 
 def catch_up(chain: list[Manifest], services: Services) -> None:
@@ -60,3 +66,26 @@ def _readable_sample(evaluated: Evaluated, services: Services) -> bytes:
         for t in trajectories[: services.config.tracking.trajectory_samples]
     ]
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def draw_timeline(last: Manifest, services: Services) -> bytes:
+    """Of the iterations up to one, as far as this machine knows when their stages were."""
+    shown = recent_iterations(last, services.store)
+    numbers = {manifest.iteration for manifest in shown}
+    events = read_stages(run_dir(services.run, services.config))
+    stages = [event for event in events if event.iteration in numbers]
+    traces = [
+        attempt
+        for manifest in shown
+        if manifest.collected
+        for attempt in decode_trace(services.store.get(manifest.collected.trace))
+    ]
+    title = f"{last.run_id}, iterations {min(numbers)} to {max(numbers)}"
+    return timeline_html(stages, traces, title).encode()
+
+
+def recent_iterations(last: Manifest, store: ObjectStore) -> list[Manifest]:
+    """The last few of a run, of those that collected anything."""
+    numbers = range(max(1, last.iteration - SHOWN + 1), last.iteration)
+    earlier = (read_manifest(store, last.run_id, number) for number in numbers)
+    return [*(manifest for manifest in earlier if manifest is not None), last]  # a fork has none from before it began

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from roll_core.batching.demonstrations import as_sample
+from roll_core.batching.samples import demonstration_sample
+from roll_core.config.optimizer import WarmStartConfig
 from roll_core.config.rollout import InFlightPolicy
 from roll_core.config.run import RunConfig
-from roll_core.config.training.training import WarmStartConfig
 from roll_core.data.problem_source import build_source
 from roll_core.inference.base import WeightsUpdate, adopt
 from roll_core.inference.torch_engine import TorchEngine
@@ -67,7 +67,7 @@ def warm_checkpoint(folder: Path) -> Path:
 
     def demonstrations(step: int) -> list[Sample]:
         shown = [source.demonstration(32 * step + i) for i in range(32)]
-        return [as_sample(renderer.prompt(d.problem.messages), renderer.completion(d.completion)) for d in shown]
+        return [demonstration_sample(renderer.prompt(d.problem.messages), renderer.completion(d.completion)) for d in shown]
 
     learner = InProcess(config).learner
     learner.imitate(demonstrations, WarmStartConfig().optimizer, 30)

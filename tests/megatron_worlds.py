@@ -24,17 +24,19 @@ from roll_core.config.algorithm.methods import AlgorithmConfig, Grpo, Gspo
 from roll_core.config.algorithm.policy_update import Aggregation, KlLossConfig, RatioLevel
 from roll_core.config.algorithm.shaping import KlEstimator
 from roll_core.config.model import Architecture, ScratchModel
+from roll_core.config.optimizer import OptimizerConfig
 from roll_core.config.training.experts import ExpertsConfig
 from roll_core.config.training.layout import LayoutConfig
-from roll_core.config.training.training import OptimizerConfig, Packing, BackendKind, TrainingConfig
+from roll_core.config.training.training import BackendKind, Packing, TrainingConfig
 from roll_core.models.checkpoint_names import as_checkpoint
 from roll_core.training.base import Policy, Share
 from roll_core.training.megatron.backend import MegatronBackend, MegatronSettings
 from roll_core.training.torch.backend import TorchBackend
-from roll_core.training.torch.trainable import TorchSettings, over_ranks
+from roll_core.training.torch.trainable import TorchSettings
 from roll_core.types.manifest import Metrics
 from roll_core.types.routing import RoutedExperts
 from roll_core.types.sample import Sample
+from roll_core.weights.ranks import reduce_over_ranks
 from tests.micro_batches import cut, random_tokens
 from tests.support import random_samples
 
@@ -168,7 +170,7 @@ def _of_all_shares(parts: list[MicroBatch], scores: list[Tensor], share: Share) 
     values = torch.zeros(sum(sample.num_trained_tokens for sample in random_samples(NUM_SAMPLES, seed=0)) * 2)
     for part, each in zip(parts, scores, strict=True):
         values[part.place_N] = each if share.speaks else 0.0
-    return over_ranks(values)
+    return reduce_over_ranks(values)
 
 
 @cache

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from roll_core.config.run import RunConfig
     from roll_core.planning.plan import PlanSection
-    from roll_core.store.records.summary import RunSummary
+    from roll_core.store.records.runs import RunSummary
     from roll_core.types.refs import RunRef
 
 SIMULATED_ITERATIONS = 6
@@ -447,8 +447,7 @@ def show_command(options: argparse.Namespace) -> int:
     from roll_core.reporting.stage_log import read_stages_by_leg
     from roll_core.store.object_store import ObjectStore
     from roll_core.store.records.forks import lineage
-    from roll_core.store.records.runs import find_run, read_chain, read_config
-    from roll_core.store.records.summary import summary_of
+    from roll_core.store.records.runs import find_run, read_chain, read_config, summary_of
 
     store = ObjectStore(absolute_uri(options.store))
     run = find_run(store, options.run)
@@ -479,7 +478,7 @@ def nodes_command(options: argparse.Namespace) -> int:
     from datetime import UTC, datetime
 
     from roll_core.config.load import absolute_uri
-    from roll_core.config.operations.nodes import NodesConfig
+    from roll_core.config.operations.legs import NodesConfig
     from roll_core.store.object_store import ObjectStore
     from roll_core.store.records.nodes import clear_failures, excluded_nodes, read_failures
 
@@ -530,14 +529,14 @@ def chaos_command(options: argparse.Namespace) -> int:
 def nightly_command(options: argparse.Namespace) -> int:
     from flows.prefect_server import prefect_api
     from roll_core.config.load import load_config, load_nightly
-    from roll_core.reporting.progress import PROGRESS
     from roll_core.reporting.regression import sentence
+    from roll_core.reporting.stage_log import PROGRESS_LOGGER
 
     plan = load_nightly(options.config)
     configs = [load_config(r.config, [*r.overrides, *options.overrides]) for r in plan.references]
     if options.accept:
         return _accept(options.accept, configs)
-    progress = logging.getLogger(PROGRESS)
+    progress = logging.getLogger(PROGRESS_LOGGER)
     progress.setLevel(logging.INFO)
     progress.addHandler(logging.StreamHandler(sys.stdout))
     with prefect_api(Path(configs[0].work_dir)):
@@ -576,7 +575,7 @@ def _follow(config: "RunConfig", store_uri: str, flow_name: str, parameters: dic
 
     from flows.cli.progress_view import showing
     from flows.prefect_server import leave_soon, prefect_api
-    from roll_core.store.records.summary import summary_of_finished
+    from roll_core.store.records.runs import summary_of_finished
 
     console = Console()
     with showing(config, console) as view:

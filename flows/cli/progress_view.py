@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from roll_core.config.run import RunConfig
-from roll_core.reporting.progress import PROGRESS
 from roll_core.reporting.report import stage_seconds
+from roll_core.reporting.stage_log import PROGRESS_LOGGER
 from roll_core.types.manifest import Manifest
 from roll_core.types.refs import RunRef
 
@@ -22,7 +22,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 def showing(config: RunConfig, console: Console) -> Iterator["RunView"]:
     """Draw the progress records of the flow that runs inside this block."""
     view = RunView(config, console)
-    logger = logging.getLogger(PROGRESS)
+    logger = logging.getLogger(PROGRESS_LOGGER)
     logger.setLevel(logging.INFO)
     logger.propagate = False
     logger.addHandler(view)

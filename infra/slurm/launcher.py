@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from roll_core.types.leg import LegEnding, LegAllocation
+from roll_core.types.leg import LegAllocation, LegEnding
 
 LegFunction = Callable[[LegAllocation], Any]
 """A leg: what runs in its driver's process. What it answers reaches whoever waits for the job."""

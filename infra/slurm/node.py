@@ -36,6 +36,7 @@ from infra.slurm.queue import EndTime, node_address
 from infra.slurm.scratch import own_folder
 from roll_core.config.operations.placement import ELASTIC_RESOURCE, leg_resources
 from roll_core.errors import RollError
+from roll_core.host import PRIVATE, free_port, replacing
 from roll_core.roles.process import role_environment
 from roll_core.types.leg import LegAllocation
 
@@ -244,8 +245,8 @@ def _watch(
 @contextlib.contextmanager
 def _head(shape: NodeShape, seat: TaskIdentity, scratch: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     for _ in range(STARTS):
-        port = _free_port(seat.address)
-        options = ["--head", f"--port={port}", f"--ray-client-server-port={_free_port(seat.address)}"]
+        port = free_port(seat.address)
+        options = ["--head", f"--port={port}", f"--ray-client-server-port={free_port(seat.address)}"]
         # Nobody needs an autoscaler, nor what roles print at the driver: each is a process that imports Ray while others do.
         options += ["--no-monitor", "--include-log-monitor=false"]
         # Ray's default niceness of 15 starves roles on a machine that does anything else: seen to slow training thirtyfold.
@@ -386,7 +387,7 @@ def _ray(
     command += [f"--node-ip-address={seat.address}", f"--node-name={seat.node}", f"--temp-dir={scratch / 'ray'}"]
     command += [f"--num-cpus={shape.devices + 1}", f"--num-gpus={shape.gpus}"]
     command += [f"--resources={json.dumps(resources)}"]
-    command += ["--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={_free_port(seat.address)}"]
+    command += ["--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={free_port(seat.address)}"]
     if (num_bytes := shape.object_store_bytes or _share_of_memory()) is not None:
         command.append(f"--object-store-memory={num_bytes}")
     environment = os.environ | role_environment()
@@ -418,21 +419,12 @@ def _share_of_memory() -> int | None:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Appears whole, for its owner alone."""
-    draft = path.with_name(path.name + ".partial")
-    draft.unlink(missing_ok=True)
-    draft.touch(0o600)
-    draft.write_text(text)
-    draft.replace(path)
+    """Write a file for its owner alone; readers see all of it or none."""
+    with replacing(path, PRIVATE) as file:
+        file.write(text.encode())
 
 
 def _answers(host: str, port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=2):
         return True
     return False
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]

@@ -46,19 +46,22 @@ def correct(
 
 def importance_ratio(inputs: LossInputs, level: CorrectionLevel) -> Tensor:
     """w for each token, of what it shares its ratio with. Tokens removed earlier do not count in means and products."""
+    return _shared_log_ratio(inputs, level).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _shared_log_ratio(inputs: LossInputs, level: CorrectionLevel) -> Tensor:
     log_ratio_N = _log_ratio(inputs)
     match level:
         case CorrectionLevel.TOKEN:
-            shared_N = log_ratio_N
+            return log_ratio_N
         case CorrectionLevel.SEGMENT:
-            shared_N = masked_mean_by(log_ratio_N, inputs.mask_N, inputs.turn_N, inputs.num_turns)[inputs.turn_N]
+            return masked_mean_by(log_ratio_N, inputs.mask_N, inputs.turn_N, inputs.num_turns)[inputs.turn_N]
         case CorrectionLevel.GEOMETRIC:
             means_S = masked_mean_by(log_ratio_N, inputs.mask_N, inputs.sequence_N, inputs.num_sequences)
-            shared_N = means_S[inputs.sequence_N]
+            return means_S[inputs.sequence_N]
         case CorrectionLevel.SEQUENCE:
             kept_N = torch.where(inputs.mask_N.bool(), log_ratio_N, torch.zeros_like(log_ratio_N))
-            shared_N = sum_by(kept_N, inputs.sequence_N, inputs.num_sequences)[inputs.sequence_N]
-    return shared_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+            return sum_by(kept_N, inputs.sequence_N, inputs.num_sequences)[inputs.sequence_N]
 
 
 def probability_difference(inputs: LossInputs, level: CorrectionLevel) -> Tensor:

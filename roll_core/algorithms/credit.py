@@ -11,19 +11,18 @@ from torch import Tensor
 
 from roll_core.algorithms import masks
 from roll_core.algorithms.advantages import whitened
-from roll_core.algorithms.controllers import adapted_coefficient
 from roll_core.algorithms.divergences import KlEstimatorFn
 from roll_core.algorithms.grouping import sum_by
 from roll_core.algorithms.inputs import AdvantageFn, AdvantageInputs
-from roll_core.algorithms.shaping import Moments, divisors, normalized, overlong_penalty
+from roll_core.algorithms.shaping import Moments, adapted_coefficient, divisors, normalized, overlong_penalty
 from roll_core.config.algorithm.shaping import (
     KlRewardConfig,
     MasksConfig,
     NormalizingConfig,
     OverlongConfig,
+    SampleWeightsConfig,
     ShapingConfig,
     StatisticsFrom,
-    SampleWeightsConfig,
 )
 from roll_core.types.refs import Record
 

@@ -66,6 +66,16 @@ def overlong_penalty(lengths_S: Tensor, *, max_tokens: int, buffer_tokens: int) 
     return -(into_buffer_S / buffer_tokens).clamp(0.0, 1.0)
 
 
+def adapted_coefficient(
+    coefficient: float, *, measured: float, target: float, num_samples: int, horizon: float, max_error: float
+) -> float:
+    """Ziegler et al. (arXiv 1909.08593): up when the KL is above its target, down when below, by at most `max_error` of
+    itself every `horizon` samples."""
+    error = min(max(measured / target - 1, -max_error), max_error)
+    # A batch larger than the horizon must not push the weight below zero.
+    return coefficient * (1 + error * min(num_samples / horizon, 1.0))
+
+
 def _index(source: StatisticsFrom, group_S: Tensor, domain_S: Tensor) -> tuple[Tensor, int]:
     index_S = {
         StatisticsFrom.GROUP: group_S,

@@ -70,6 +70,14 @@ def build_batch(trajectories: Sequence[Trajectory]) -> GradedBatch:
     )
 
 
+def demonstration_sample(prompt_ids: tuple[int, ...], completion_ids: tuple[int, ...]) -> Sample:
+    """Sample for supervised steps: every completion token is trained."""
+    return Sample(
+        token_ids=prompt_ids + completion_ids,
+        trained=(False,) * len(prompt_ids) + (True,) * len(completion_ids),
+    )
+
+
 def _floats(numbers: Iterable[float]) -> Tensor:
     return torch.tensor(list(numbers), dtype=torch.float64)
 

@@ -200,10 +200,7 @@ def _suggestion(section: type[BaseModel], wrong: str) -> str:
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
     store = config.store.model_copy(update={"uri": absolute_uri(config.store.uri)})
-    tracking_uri, sqlite = config.tracking.uri, "sqlite:///"
-    if tracking_uri.startswith(sqlite):
-        tracking_uri = sqlite + str(Path(tracking_uri.removeprefix(sqlite)).absolute())
-    tracking = config.tracking.model_copy(update={"uri": tracking_uri})
+    tracking = config.tracking.model_copy(update={"uri": absolute_sqlite_uri(config.tracking.uri)})
     work_dir = str(Path(config.work_dir).absolute())
     model, problems = config.model, config.problems
     if isinstance(model, PretrainedModel):
@@ -238,3 +235,9 @@ def absolute_uri(uri: str) -> str:
     if separator and protocol != "file":
         return uri
     return "file://" + str(Path(path if separator else uri).absolute())
+
+
+def absolute_sqlite_uri(uri: str) -> str:
+    """A tracking address that means the same from every working directory; only a SQLite file can be relative."""
+    sqlite = "sqlite:///"
+    return sqlite + str(Path(uri.removeprefix(sqlite)).absolute()) if uri.startswith(sqlite) else uri

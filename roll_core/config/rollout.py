@@ -18,15 +18,6 @@ class InFlightPolicy(StrEnum):
     """They go on at once with the new weights, over what the old ones left in the cache."""
 
 
-class Requests(StrEnum):
-    """How the attempts at a problem are asked for."""
-
-    SINGLE = "single"
-    """One by one: each may go to another engine, ends when it ends, and is graded then."""
-    GROUPED = "grouped"
-    """All together, of one engine, which answers when the last is done."""
-
-
 class GroupFilter(Section):
     """Which groups are left out of training, judged by their rewards as soon as all are there (dynamic sampling).
 
@@ -71,9 +62,6 @@ class RolloutConfig(Section):
     tokens_per_engine: PositiveInt | None = None
     """Tokens that an engine's cache holds: it is given no more sequences than are expected to fit, going by how long they
     became so far. Null leaves that to the slots."""
-    requests: Requests = Requests.SINGLE
-    """single asks for every attempt by itself; grouped asks one engine for all attempts at a problem, and waits for the last
-    of them."""
     filter: GroupFilter | None = None
     """Groups to leave out and replace; null trains on all of them."""
     max_draws: float = Field(default=8.0, ge=1.0)

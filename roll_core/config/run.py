@@ -9,30 +9,24 @@ from roll_core.config.algorithm.methods import AlgorithmConfig, Grpo
 from roll_core.config.base import Section
 from roll_core.config.inference import InferenceConfig, RehearsalInference, TorchInference, VllmInference
 from roll_core.config.model import ModelConfig, ScratchModel
-from roll_core.config.operations.nodes import NodesConfig
+from roll_core.config.operations.legs import LegsConfig, NodesConfig
 from roll_core.config.operations.placement import ClusterConfig, DeviceKind, PlacementConfig
 from roll_core.config.operations.services import (
     CheckpointConfig,
     DeadlinesConfig,
     EvaluationConfig,
-    LegsConfig,
     RetriesConfig,
     StoreConfig,
     TrackingConfig,
 )
 from roll_core.config.operations.weights import WeightsConfig, WeightsTransport
-from roll_core.config.problems import (
-    ArithmeticProblems,
-    ExactMatch,
-    ProblemsConfig,
-    ReasoningGym,
-    ReasoningGymProblems,
-    RewardConfig,
-)
+from roll_core.config.optimizer import WarmStartConfig
+from roll_core.config.problems import ArithmeticProblems, ProblemsConfig, ReasoningGymProblems
+from roll_core.config.rewards import ExactMatch, ReasoningGym, RewardConfig
 from roll_core.config.rollout import RolloutConfig
 from roll_core.config.training.layout import LayoutConfig
 from roll_core.config.training.mismatch import MismatchAction
-from roll_core.config.training.training import Packing, Precision, BackendKind, TrainingConfig, WarmStartConfig
+from roll_core.config.training.training import BackendKind, Packing, Precision, TrainingConfig
 
 
 class ForkedFrom(Section):
@@ -118,10 +112,10 @@ class RunConfig(Section):
         return (self.iterations - self.algorithm.warmup_iterations) * self.training.steps_per_iteration
 
     @property
-    def algorithm_in_disagreement(self) -> AlgorithmConfig:
-        """That of iterations beyond the limits of `training.agreement`."""
-        agreement = self.training.agreement
-        corrects = agreement is not None and agreement.action is MismatchAction.CORRECT
+    def fallback_algorithm(self) -> AlgorithmConfig:
+        """That of iterations beyond the limits of `training.mismatch`."""
+        mismatch = self.training.mismatch
+        corrects = mismatch is not None and mismatch.action is MismatchAction.CORRECT
         return self.algorithm.corrected if corrects else self.algorithm
 
     @property
@@ -271,10 +265,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _there_is_a_sampler_to_agree_with(self):
-        if self.training.agreement is not None and self.inference.kind == "rehearsal":
+        if self.training.mismatch is not None and self.inference.kind == "rehearsal":
             raise ValueError(
-                "training.agreement compares logprobs of trainer and engines, and inference.kind rehearsal has no model: "
-                "leave training.agreement out"
+                "training.mismatch compares logprobs of trainer and engines, and inference.kind rehearsal has no model: "
+                "leave training.mismatch out"
             )
         return self
 

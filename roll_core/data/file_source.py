@@ -115,13 +115,15 @@ def extract_answer(rule: AnswerRule, text: str) -> str:
             return text
         case AnswerRule.AFTER_HASHES:
             _, hashes, answer = text.rpartition("####")
-            found = answer.strip() if hashes else ""
-            missing = "####"
+            return _found(rule, answer.strip() if hashes else "", "####")
         case AnswerRule.BOXED:
-            found, missing = _last_boxed(text), "\\boxed{...}"
-    if not found:
-        raise ValueError(f"has no {missing} in its answer, which problems.answer_rule {rule} asks for")
-    return found
+            return _found(rule, _last_boxed(text), "\\boxed{...}")
+
+
+def _found(rule: AnswerRule, answer: str, marker: str) -> str:
+    if not answer:
+        raise ValueError(f"has no {marker} in its answer, which problems.answer_rule {rule} asks for")
+    return answer
 
 
 def _last_boxed(text: str) -> str:

@@ -17,8 +17,6 @@ def draws_of(collected: Collected, trajectories: Sequence[Trajectory], trained_g
 
     A group is known by the offset of its draw. Those without trajectories have the outcome that the collect gave them.
     """
-    request = collected.request
-    drawn = collected.draws.outcomes if collected.draws else DrawOutcome.TRAINED.letter * request.num_groups
     attempts_of: dict[int, list[Trajectory]] = {}
     for trajectory in trajectories:
         attempts_of.setdefault(trajectory.group, []).append(trajectory)
@@ -26,9 +24,9 @@ def draws_of(collected: Collected, trajectories: Sequence[Trajectory], trained_g
         letter
         if letter != DrawOutcome.TRAINED.letter
         else _outcome(attempts_of.get(group, []), group in trained_groups).letter
-        for group, letter in enumerate(drawn)
+        for group, letter in enumerate(collected.draws.outcomes)
     ]
-    return Draws(first=request.first_problem, outcomes="".join(letters))
+    return Draws(first=collected.draws.first, outcomes="".join(letters))
 
 
 def ledger(chain: Iterable[Manifest]) -> list[Draw]:

@@ -40,10 +40,11 @@ class ReasoningGymSource:
 
     def problem(self, index: int) -> Problem:
         rng = random.Random(derive_seed(self._seed, "problem", index))
-        for _ in range(MOST_DRAWS):
-            task, item_seed, item = self._draw(rng)
+        task, item_seed, item = self._draw(rng)
+        for _ in range(MOST_DRAWS - 1):
             if not is_held_out(item["question"]):
                 return self._as_problem(f"train/{index}", task, item_seed, item)
+            task, item_seed, item = self._draw(rng)
         raise UserError(f"problems.tasks: {task.name} generates too few different problems: widen its params")
 
     def held_out(self, count: int) -> list[Problem]:

@@ -1,7 +1,9 @@
 """A completion on its way, as engines with a model hold it."""
 
 import asyncio
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.types.routing import RoutedExperts
@@ -35,7 +37,7 @@ class InFlightCompletion:
         return None
 
 
-def refuse_what_cannot_be(request: GenerationRequest, max_positions: int, vocabulary: int) -> None:
+def check_request(request: GenerationRequest, max_positions: int, vocabulary: int) -> None:
     """Raise one sentence about a request that no engine could serve: on some, a wrong token would cost all others."""
     for token in request.context_ids:
         if not 0 <= token < vocabulary:
@@ -45,3 +47,18 @@ def refuse_what_cannot_be(request: GenerationRequest, max_positions: int, vocabu
         raise ValueError(
             f"request {request.request_id} may reach {longest} tokens, but model.max_positions is {max_positions}"
         )
+
+
+async def as_they_finish(generating: Iterable[Coroutine[Any, Any, Completion]]) -> AsyncIterator[list[Completion]]:
+    """Those that finished together in one list."""
+    finished: asyncio.Queue[asyncio.Task[Completion]] = asyncio.Queue()
+    tasks = [asyncio.create_task(one) for one in generating]
+    for task in tasks:
+        task.add_done_callback(finished.put_nowait)
+    left = len(tasks)
+    while left:
+        together = [await finished.get()]
+        while not finished.empty():
+            together.append(finished.get_nowait())
+        left -= len(together)
+        yield [task.result() for task in together]

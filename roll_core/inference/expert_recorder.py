@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from roll_core.models.routers import routers_of
+from roll_core.models.causal_lm import routers_of
 from roll_core.types.routing import NOT_RECORDED, RoutedExperts
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from roll_core.config.model import ModelConfig
 from roll_core.config.rollout import InFlightPolicy
 from roll_core.errors import WrongWeights
-from roll_core.inference.completions import InFlightCompletion, refuse_what_cannot_be
+from roll_core.inference.completions import InFlightCompletion, check_request
 from roll_core.inference.expert_recorder import ExpertRecorder
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.sampling import draw
@@ -24,8 +24,8 @@ from roll_core.models.causal_lm import build_model
 from roll_core.models.checkpoint_names import as_checkpoint
 from roll_core.types.routing import RoutedExperts
 from roll_core.types.trajectory import Ending
-from roll_core.weights.broadcast import Rendezvous, Receiver
-from roll_core.weights.buckets import BroadcastBucket, Bucket, DeviceBucket, WeightsBucket, cut, unpack
+from roll_core.weights.broadcast import Receiver, Rendezvous
+from roll_core.weights.buckets import BroadcastBucket, Bucket, cut, unpack
 from roll_core.weights.checks import WeightsCheck
 
 PREFILL_TOKENS = 32_768
@@ -126,7 +126,7 @@ class TorchEngine:
         self._recorder = ExpertRecorder(self._model)
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        refuse_what_cannot_be(request, self._max_tokens, self._model.config.vocab_size)
+        check_request(request, self._max_tokens, self._model.config.vocab_size)
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Sequence(request, done, self._recorder))
         self._ensure_stepping()
@@ -160,12 +160,11 @@ class TorchEngine:
         self._receiver = await asyncio.to_thread(Receiver, meeting, rank, self._device)
 
     async def load(self, bucket: Bucket) -> None:
-        match bucket:
-            case BroadcastBucket():
-                assert self._receiver is not None, "an engine joins before it is sent anything"
-                tensors = cut(await asyncio.to_thread(self._receiver.receive, bucket.num_bytes), bucket.entries)
-            case WeightsBucket() | DeviceBucket():
-                tensors = unpack([bucket])
+        if isinstance(bucket, BroadcastBucket):
+            assert self._receiver is not None, "an engine joins before it is sent anything"
+            tensors = cut(await asyncio.to_thread(self._receiver.receive, bucket.num_bytes), bucket.entries)
+        else:
+            tensors = unpack([bucket])
         with torch.no_grad():
             for name, tensor in tensors:
                 self._parameters[name].copy_(tensor)

@@ -13,6 +13,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock, Qwen3MoeTopKRouter
 
 from roll_core.config.model import Architecture, ModelConfig, PretrainedModel, ScratchModel
 from roll_core.models import characters
@@ -83,3 +84,9 @@ def _from_scratch(config: ScratchModel, seed: int) -> PreTrainedModel:
                 return Qwen3MoeForCausalLM(scratch_config(config))
             case Architecture.LLAMA:
                 return LlamaForCausalLM(scratch_config(config))
+
+
+def routers_of(model: PreTrainedModel) -> dict[int, Qwen3MoeTopKRouter]:
+    """Expert routers of a mixture by layer number; empty for a dense model."""
+    layers = enumerate(model.base_model.layers)
+    return {number: layer.mlp.gate for number, layer in layers if isinstance(layer.mlp, Qwen3MoeSparseMoeBlock)}

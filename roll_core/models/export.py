@@ -10,11 +10,11 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from roll_core.config.model import ModelConfig, PretrainedModel, ScratchModel
 from roll_core.models import characters
-from roll_core.models.causal_lm import scratch_config
+from roll_core.models.causal_lm import model_config
 from roll_core.models.tensor_files import ALONE, SHARD_BYTES, WriterRank, write_tensors
 
 GENERATION = "generation_config.json"
@@ -36,13 +36,12 @@ def write_folder(
     dtype = write_tensors(weights, folder, shard_bytes, turn)
     if turn.number > 0:
         return
+    config = model_config(model)
     match model:
         case ScratchModel():
-            config = scratch_config(model)
             GenerationConfig(eos_token_id=characters.EOS, pad_token_id=characters.PAD).save_pretrained(folder)
             character_tokenizer(model.max_positions).save_pretrained(folder)
         case PretrainedModel():
-            config = AutoConfig.from_pretrained(model.path, local_files_only=True)
             if (Path(model.path) / GENERATION).is_file():
                 shutil.copyfile(Path(model.path) / GENERATION, folder / GENERATION)
             AutoTokenizer.from_pretrained(model.path, local_files_only=True).save_pretrained(folder)

@@ -8,7 +8,7 @@ GPU. h: hidden, q: all queries, k: all keys, i: inside the MLP.
 from roll_core.config.model import ModelShape
 from roll_core.config.run import RunConfig
 from roll_core.config.training.layout import LayoutConfig
-from roll_core.config.training.training import Packing, Precision, BackendKind
+from roll_core.config.training.training import BackendKind, Packing, Precision
 
 IMBALANCE = 1.25
 """Tokens of the busiest rank of those that share out experts, by the mean. A guess, until routers of real runs were seen."""

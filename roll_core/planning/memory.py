@@ -16,7 +16,7 @@ from roll_core.config.model import ModelShape
 from roll_core.config.operations.placement import ClusterConfig
 from roll_core.config.run import RunConfig
 from roll_core.config.training.layout import LayoutConfig
-from roll_core.config.training.training import Precision, BackendKind
+from roll_core.config.training.training import BackendKind, Precision
 from roll_core.planning.activations import kept_bytes_between_layers, kept_bytes_of_a_layer
 from roll_core.planning.model_shape import layer_parameters, lora_parameters, parameters_of
 from roll_core.planning.sharding import RankWeights, largest_stages, rows_of_vocabulary, weights_of_stages

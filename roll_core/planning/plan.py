@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from roll_core.config.algorithm.shaping import KlEstimator
 from roll_core.config.inference import VllmInference
 from roll_core.config.model import ModelConfig, ModelShape, ScratchModel
+from roll_core.config.operations.legs import LegsConfig
 from roll_core.config.operations.placement import DeviceKind
-from roll_core.config.operations.services import LegsConfig
 from roll_core.config.rollout import RolloutConfig
 from roll_core.config.run import RunConfig
 from roll_core.config.training.layout import LayoutConfig
 from roll_core.config.training.training import BackendKind
+from roll_core.planning.assumptions import assumed_tokens
 from roll_core.planning.fits import changes
 from roll_core.planning.memory import device_memory_gb, engine_memory, gpu_memory, trainer_memory
 from roll_core.planning.model_shape import parameters_of, shape_of
 from roll_core.planning.proposals import Proposal, propose
 from roll_core.planning.time_model import checkpoint_bytes, iteration_time, sync_bytes
-from roll_core.simulation.assumptions import assumed_tokens
 from roll_core.types.refs import digest_of
 
 NUM_PROPOSALS = 5
@@ -97,7 +97,7 @@ def _run(config: RunConfig) -> PlanSection:
 
 def _signals(config: RunConfig) -> str:
     algorithm = config.algorithm
-    signals = algorithm.credit_signals | config.algorithm_in_disagreement.loss_signals(config.training.steps_per_iteration)
+    signals = algorithm.credit_signals | config.fallback_algorithm.loss_signals(config.training.steps_per_iteration)
     before = ", ".join(sorted(signals)) or "none: nothing is computed before the update"
     beside = algorithm.kl_loss is not None and algorithm.kl_loss.estimator is KlEstimator.FULL
     return f"{before}; the reference runs beside every update" if beside else before

@@ -177,8 +177,9 @@ def _check_teachers(config: RunConfig) -> None:
         match teacher:
             case RunTeacher():
                 checkpoint_iteration(config, teacher, key)
-            case PretrainedTeacher(model=PretrainedModel() as model):
-                _check_model(f"{key}.model.path", Path(model.path))
+            case PretrainedTeacher(model=model):
+                if isinstance(model, PretrainedModel):
+                    _check_model(f"{key}.model.path", Path(model.path))
 
 
 def _check_fork(config: RunConfig) -> None:

@@ -11,12 +11,12 @@ from roll_core.config.model import ModelShape
 from roll_core.config.operations.placement import ClusterConfig
 from roll_core.config.run import RunConfig
 from roll_core.config.training.layout import LayoutConfig
-from roll_core.config.training.training import Packing, Precision, BackendKind
+from roll_core.config.training.training import BackendKind, Packing, Precision
 from roll_core.planning.activations import IMBALANCE, masked_tokens
+from roll_core.planning.assumptions import assumed_tokens
 from roll_core.planning.memory import cache_bytes_of_a_token, engine_memory
 from roll_core.planning.model_shape import layer_parameters, parameters_of
 from roll_core.planning.sharding import RankWeights, largest_stages, weights_of_stages
-from roll_core.simulation.assumptions import assumed_tokens
 
 ARITHMETIC_SHARE = 0.45
 """Of the arithmetic that a maker states, what layers reach: 49 % were measured, compiled, on an H200 (docs/gpu.md)."""
@@ -73,9 +73,7 @@ class IterationTime:
 def iteration_time(config: RunConfig, shape: ModelShape, device_gb: float) -> IterationTime:
     update = update_time(config, shape)
     forward = 1 / _passes(config)
-    signals = config.algorithm.credit_signals | config.algorithm_in_disagreement.loss_signals(
-        config.training.steps_per_iteration
-    )
+    signals = config.algorithm.credit_signals | config.fallback_algorithm.loss_signals(config.training.steps_per_iteration)
     return IterationTime(
         collect=_collect_seconds(config, shape, device_gb),
         prepare=len(signals) * forward / config.training.epochs * (update.total - update.data - update.optimizer),
@@ -220,15 +218,25 @@ def _operations(config: RunConfig, shape: ModelShape) -> tuple[float, float]:
 
 
 def _collect_seconds(config: RunConfig, shape: ModelShape, device_gb: float) -> float:
-    """All tokens at the speed of full engines, and at least as long as the longest completion takes. What a vLLM engine
-    reads for a token: all weights, of experts those that its sequences chose, and keys and values of all sequences."""
+    """Seconds of a collect: all tokens at the speed of full engines, and at least the time of the longest completion."""
     if not isinstance(config.inference, VllmInference):
         return 0.0
-    workers, speed, parameters = config.inference.tensor_parallel, config.cluster.speed, parameters_of(shape)
     prompt, completion = assumed_tokens(config)
     waiting = config.rollout.num_trajectories / len(config.engine_devices)
     fitting = engine_memory(config.inference, shape, device_gb).cached_tokens / (prompt + completion)
     running = max(1.0, min(config.rollout.slots_per_engine, waiting, fitting))
+    step = decode_step_seconds(config, shape, running)
+    return step * max(config.rollout.max_new_tokens, waiting * completion / running)
+
+
+def decode_step_seconds(config: RunConfig, shape: ModelShape, running: float) -> float:
+    """Seconds in which a vLLM engine gives each of `running` sequences one token.
+
+    A step reads all weights (of experts, those that its sequences chose) and the keys and values of all sequences.
+    """
+    assert isinstance(config.inference, VllmInference)
+    workers, speed, parameters = config.inference.tensor_parallel, config.cluster.speed, parameters_of(shape)
+    prompt, completion = assumed_tokens(config)
     chosen = 1 - (1 - shape.experts_per_token / shape.experts) ** running if shape.experts else 0.0
     weights = 2 * (parameters.total - parameters.experts * (1 - chosen)) / workers
     cached = running * (prompt + completion / 2) * cache_bytes_of_a_token(shape) / min(workers, shape.kv_heads)
@@ -236,4 +244,4 @@ def _collect_seconds(config: RunConfig, shape: ModelShape, device_gb: float) -> 
     step += running * 2 * parameters.active / workers / _arithmetic(config.cluster)
     if workers > 1:
         step += 2 * shape.layers * LATENCY_S
-    return step * max(config.rollout.max_new_tokens, waiting * completion / running)
+    return step

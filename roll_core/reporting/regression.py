@@ -14,7 +14,7 @@ from statistics import fmean, median
 from roll_core.config.operations.nightly import ReferenceRun, Tolerances
 from roll_core.config.run import RunConfig, flat_config
 from roll_core.types.manifest import Manifest, Metrics
-from roll_core.types.regression import Comparison, Measured, Origin, ComparisonOutcome, Verdict, settings_of
+from roll_core.types.regression import Comparison, ComparisonOutcome, Measured, Origin, Verdict, settings_of
 
 DIGITS_OF_DIGEST = 8
 MAX_DIGESTS = 500

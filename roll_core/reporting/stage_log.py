@@ -13,6 +13,8 @@ from pathlib import Path
 from roll_core.types.refs import Record
 
 FILE_NAME = "stages.jsonl"
+PROGRESS_LOGGER = "roll.progress"
+"""Logger that announces runs and manifests; its records carry `run` or `manifest` for a terminal to draw."""
 
 
 class Edge(StrEnum):

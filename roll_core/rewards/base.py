@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from roll_core.config.problems import ExactMatch, MathVerify, NumberMatch, ReasoningGym, RewardConfig
+from roll_core.config.rewards import ExactMatch, MathVerify, NumberMatch, ReasoningGym, RewardConfig
 from roll_core.rewards.exact_match import ExactMatchReward
 from roll_core.rewards.math_verify import MathVerifyReward
 from roll_core.rewards.number_match import NumberMatchReward

@@ -2,7 +2,7 @@
 
 import logging
 
-from roll_core.config.problems import MathVerify
+from roll_core.config.rewards import MathVerify
 from roll_core.extras import Extra, require
 from roll_core.rewards.subprocess_grader import Grade, SubprocessGrader
 from roll_core.types.trajectory import Problem, Score, Trajectory

@@ -6,7 +6,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from roll_core.config.problems import ReasoningGym
+from roll_core.config.rewards import ReasoningGym
 from roll_core.data.reasoning_gym import generate, generator
 from roll_core.errors import RewardError
 from roll_core.extras import Extra, require

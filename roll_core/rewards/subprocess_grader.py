@@ -17,7 +17,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
 
-from roll_core.config.problems import SubprocessGrading
+from roll_core.config.rewards import SubprocessGrading
 from roll_core.errors import RewardError, one_line
 from roll_core.types.trajectory import Problem, Score
 

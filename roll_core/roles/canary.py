@@ -17,9 +17,10 @@ from pathlib import Path
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll_core.config.operations.nodes import NodesConfig
+from roll_core.config.operations.legs import NodesConfig
 from roll_core.config.operations.placement import ClusterConfig, DeviceKind
 from roll_core.errors import NodeUnfit, one_line
+from roll_core.host import ANY_ADDRESS, free_port
 from roll_core.roles.ray_cluster import leg_nodes
 
 GIGABYTE = 1e9
@@ -109,9 +110,7 @@ def examine(question: CanaryRequest) -> CanaryReply:
     """On the node itself."""
     clock = time.time()
     troubles = (*disk_troubles(question), *(gpu_troubles(question.num_gpus) if question.num_gpus else ()))
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        meeting_point = f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+    meeting_point = f"tcp://{ray.util.get_node_ip_address()}:{free_port(ANY_ADDRESS)}"
     return CanaryReply(node_name(), clock, tuple(troubles), meeting_point)
 
 

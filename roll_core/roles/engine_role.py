@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from roll_core.config.inference import RehearsalInference, TorchInference, VllmInference
 from roll_core.config.run import RunConfig
 from roll_core.errors import EngineDied
+from roll_core.inference.completions import as_they_finish
 from roll_core.inference.requests import Completion, GenerationRequest
-from roll_core.inference.streaming import as_they_finish
 from roll_core.roles.process import settle
 from roll_core.roles.ray_weights import RayWeights
 from roll_core.store.object_store import ObjectStore
@@ -63,12 +63,11 @@ class EngineRole:
         """Take over weights that wait in memory or in the store; answers their size in bytes. They are fetched before
         anything has to wait for them."""
         buckets: Iterable[WeightsBucket]
-        match weights:
-            case RayWeights():
-                buckets, check = [await bucket for bucket in weights.buckets], await weights.check
-            case WeightsRef():
-                await asyncio.to_thread(self._reader.fetch, weights)
-                buckets, check = self._reader.buckets(weights), self._reader.check(weights)
+        if isinstance(weights, RayWeights):
+            buckets, check = [await bucket for bucket in weights.buckets], await weights.check
+        else:
+            await asyncio.to_thread(self._reader.fetch, weights)
+            buckets, check = self._reader.buckets(weights), self._reader.check(weights)
         await self.begin_update()
         num_bytes = 0
         with _one_life():

@@ -19,6 +19,7 @@ from ray.actor import ActorHandle
 
 from roll_core.config.run import RunConfig
 from roll_core.errors import RoleDied, RollError
+from roll_core.host import replacing
 from roll_core.roles.canary import check_nodes
 from roll_core.roles.placement import reserve_devices
 from roll_core.roles.publishing import RANK_0, Publisher
@@ -253,9 +254,8 @@ class Fleet:
         processes["leg"] = os.getpid()
         if self._ray_address is None:
             processes["ray node"] = raylet_pid()
-        draft = self._leg_dir / "processes.json.partial"
-        draft.write_text(json.dumps(processes, indent=1))
-        os.replace(draft, self._leg_dir / "processes.json")
+        with replacing(self._leg_dir / "processes.json") as file:
+            file.write(json.dumps(processes, indent=1).encode())
 
     def _batch(self, collected: Collected) -> tuple[Collected, ray.ObjectRef | None]:
         refs = self._trajectories.get(collected.request.request_id)

@@ -19,7 +19,7 @@ from roll_core.roles.ray_weights import RayWeights
 from roll_core.roles.waiting import wait_for
 from roll_core.roles.worker_pool import WorkerPool
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.records.weights import retire_weights
+from roll_core.store.upkeep.retention import retire_weights
 from roll_core.types.refs import WeightsRef
 
 RANK_0 = "trainer rank 0"

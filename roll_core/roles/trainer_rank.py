@@ -4,7 +4,6 @@ All ranks get the same calls in the same order. What changes state carries a req
 """
 
 import shutil
-import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,6 +16,7 @@ from roll_core.config.algorithm.methods import Distillation
 from roll_core.config.run import RunConfig
 from roll_core.data.ledger import draws_of
 from roll_core.errors import RollError
+from roll_core.host import ANY_ADDRESS, free_port
 from roll_core.roles.process import settle
 from roll_core.roles.ray_weights import RayWeights
 from roll_core.store.object_store import ObjectStore
@@ -60,9 +60,7 @@ class TrainerRank:
 
     def meeting_point(self) -> str:
         """Where the ranks of this trainer can meet: this node, a free port."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+        return f"tcp://{ray.util.get_node_ip_address()}:{free_port(ANY_ADDRESS)}"
 
     def start(self, meeting_point: str) -> None:
         """Join the other ranks and build what learns."""
@@ -297,7 +295,7 @@ class TrainerRank:
         return self._prepared[collected.request.request_id]
 
     def _warm_start(self) -> Metrics:
-        from roll_core.batching.demonstrations import as_sample
+        from roll_core.batching.samples import demonstration_sample
         from roll_core.data.problem_source import build_source
         from roll_core.rollout.renderer import build_renderer
 
@@ -307,7 +305,9 @@ class TrainerRank:
 
         def demonstrations(step: int) -> list[Sample]:
             shown = (source.demonstration(step * plan.batch_size + i) for i in range(plan.batch_size))
-            return [as_sample(renderer.prompt(d.problem.messages), renderer.completion(d.completion)) for d in shown]
+            return [
+                demonstration_sample(renderer.prompt(d.problem.messages), renderer.completion(d.completion)) for d in shown
+            ]
 
         return {"warm_start/loss": self._learner.imitate(demonstrations, plan.optimizer, plan.steps)}
 

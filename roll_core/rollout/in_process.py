@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 from roll_core.config.run import RunConfig
 from roll_core.data.problem_source import build_source
 from roll_core.errors import RewardUnavailable
+from roll_core.inference.completions import as_they_finish
 from roll_core.inference.requests import Completion, GenerationRequest
-from roll_core.inference.streaming import as_they_finish
 from roll_core.rollout.renderer import build_renderer
 from roll_core.rollout.scheduler import RolloutScheduler
 from roll_core.types.trajectory import Failure, Problem, Score, Trajectory

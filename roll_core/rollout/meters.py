@@ -32,7 +32,11 @@ class Meter:
         """Since it was last read."""
         self.set(self._value, now)
         seconds = now - self._began
-        reading = MeterReading(self._area / seconds, self._peak, self._busy / seconds) if seconds > 0 else MeterReading(0.0, 0.0, 0.0)
+        reading = (
+            MeterReading(self._area / seconds, self._peak, self._busy / seconds)
+            if seconds > 0
+            else MeterReading(0.0, 0.0, 0.0)
+        )
         self._begin(now)
         return reading
 

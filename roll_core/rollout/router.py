@@ -7,12 +7,11 @@ nothing changes by that. What happened is told to whoever drives the stage, as t
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from roll_core.config.rollout import Requests, RolloutConfig
+from roll_core.config.rollout import RolloutConfig
 from roll_core.errors import RewardUnavailable, RoleDied
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.types.trajectory import Ending, Failure, Problem, Score, Trajectory
@@ -128,7 +127,6 @@ class _AtEngine:
     """Where a request is."""
 
     name: str
-    group: int
     num_tokens: int
 
 
@@ -143,7 +141,6 @@ class Router:
         self._slots = config.slots_per_engine
         self._bite = -(-config.slots_per_engine // BITES_PER_ENGINE)
         self._cache_tokens = config.tokens_per_engine
-        self._whole_groups = config.requests is Requests.GROUPED
         self._alive = {engine.name: engine for engine in engines if engine.name not in deaths.sentences}
         self.load = dict.fromkeys(self._alive, 0)
         """Requests each engine has."""
@@ -154,9 +151,6 @@ class Router:
         self._home: dict[int, str] = {}
         self._at: dict[str, _AtEngine] = {}
         self._outgoing: dict[str, list[GenerationRequest]] = {}
-        self._num_asked: Counter[int] = Counter()
-        self._held: dict[int, list[Completion]] = {}
-        """With requests for whole groups: how many there are of each, and those that wait for the last."""
         self._mean_tokens = 0.0
         self._calls = _Calls()
 
@@ -170,16 +164,12 @@ class Router:
 
     def assign(self, group: int, request: GenerationRequest) -> str | None:
         """Give a request of a group to an engine, with the next `send`; None where all have enough for now."""
-        home = self._home.get(group)
-        stays = self._whole_groups and home in self._alive and home not in self._withdrawn
-        name = home if stays else self._choose(home)
+        name = self._choose(self._home.get(group))
         if name is None:
             return None
         expected = self._expected_tokens(request)
         self._home[group] = name
-        if self._whole_groups:
-            self._num_asked[group] += 1
-        self._at[request.request_id] = _AtEngine(name, group, expected)
+        self._at[request.request_id] = _AtEngine(name, expected)
         self._outgoing.setdefault(name, []).append(request)
         self.load[name] += 1
         self._reserved[name] += expected
@@ -262,23 +252,9 @@ class Router:
                 del left[completion.request_id]
                 if completion.ending is not Ending.ABORTED:
                     self._mean_tokens += SMOOTHING * (len(completion.token_ids) - self._mean_tokens)
-            whole = [given for completion in completions for given in self._given_out(completion)]
             self._left(completion.request_id for completion in completions)
-            if whole:
-                self._tell(Completed(whole))
+            self._tell(Completed(completions))
         assert not left, f"{engine.name} gave no completion for {', '.join(left)}"
-
-    def _given_out(self, completion: Completion) -> list[Completion]:
-        """A completion, or with requests for whole groups all of its group once the last is there."""
-        if not self._whole_groups:
-            return [completion]
-        group = self._at[completion.request_id].group
-        held = self._held.setdefault(group, [])
-        held.append(completion)
-        if self._num_asked[group] > len(held):
-            return []
-        del self._num_asked[group]
-        return self._held.pop(group)
 
     def _left(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -300,10 +276,6 @@ class Router:
             self._deaths.note(engine.name, error)
             self._alive.pop(engine.name, None)
             self._has_room.discard(engine.name)
-        for group in {self._at[request_id].group for request_id in request_ids}:
-            self._num_asked.pop(group, None)
-            if held := self._held.pop(group, None):
-                self._tell(Completed(held))
         self._left(request_ids)
         self._tell(GenerationFailed(request_ids, error))
 

@@ -18,7 +18,7 @@ from roll_core.rollout.lifecycle import Lifecycle, Place, StreamSpec
 from roll_core.rollout.meters import Meters
 from roll_core.rollout.metrics import describe_page
 from roll_core.rollout.renderer import Renderer
-from roll_core.rollout.router import DeadRoles, EngineClient, RolloutEvent, GraderClient, GraderPool, Router
+from roll_core.rollout.router import DeadRoles, EngineClient, GraderClient, GraderPool, RolloutEvent, Router
 from roll_core.rollout.stream import Attempt, Batch, Finished, Keep, Partial, Stream, nobody
 from roll_core.seeds import derive_seed
 from roll_core.types.manifest import CollectRequest, Draws, Metrics

@@ -11,20 +11,20 @@ from dataclasses import dataclass, replace
 from roll_core.config.rollout import InFlightPolicy
 from roll_core.errors import RewardUnavailable, RoleDied, RollError
 from roll_core.inference.requests import Completion, GenerationRequest
-from roll_core.rollout.lifecycle import Lifecycle, Page, Place, Phase
+from roll_core.rollout.lifecycle import Lifecycle, Page, Phase, Place
 from roll_core.rollout.meters import Meters
 from roll_core.rollout.renderer import Renderer
 from roll_core.rollout.router import (
-    Grade,
-    Graded,
     Completed,
     EngineClient,
-    RolloutEvent,
+    GenerationFailed,
+    Grade,
+    Graded,
     GraderClient,
     GraderPool,
-    GradingItem,
-    GenerationFailed,
     GradingFailed,
+    GradingItem,
+    RolloutEvent,
     Router,
 )
 from roll_core.rollout.tracing import trace_of
@@ -100,7 +100,7 @@ class Stream:
         self._renderer = renderer
         self._keep = keep
         self._meters = meters
-        self._progress = asyncio.RolloutEvent()
+        self._progress = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._run())
         self._task.add_done_callback(lambda _: self._progress.set())
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from roll_core.rollout.lifecycle import AttemptState, Page, Place, Phase
+from roll_core.rollout.lifecycle import AttemptState, Page, Phase, Place
 from roll_core.types.manifest import DrawOutcome
 from roll_core.types.trace import AttemptTrace, Fate
 from roll_core.types.trajectory import Trajectory

@@ -1,30 +1,26 @@
-"""Machines and lengths for a config of which nothing was recorded: `roll simulate` and `roll plan` say so where they use
-them, and they are to be doubted."""
+"""Assumed machines and workload, for configs of which no run was recorded. `roll simulate` says so where it uses them."""
 
-import math
-
-from roll_core.config.inference import RehearsalInference, TorchInference
+from roll_core.config.inference import RehearsalInference, TorchInference, VllmInference
+from roll_core.config.operations.placement import DeviceKind
 from roll_core.config.run import RunConfig
+from roll_core.planning.assumptions import MEDIAN_SHARE, SIGMA
+from roll_core.planning.model_shape import shape_of
+from roll_core.planning.time_model import decode_step_seconds
 from roll_core.simulation.machines import Cost, EngineModel, GraderModel, TrainerModel
 from roll_core.simulation.simulator import MachineModels
 from roll_core.simulation.workload import SampledWorkload
 
 SECONDS_PER_TRAINED_TOKEN = 1.2e-4
-"""One device that does 400 Tflop/s on a model of 8 billion parameters, at 6 operations for a parameter and a token."""
+"""One device at 400 Tflop/s, a model of 8 billion parameters, 6 operations per parameter and token."""
 FORWARD_SHARE = 1 / 3
-"""Of training is the forward pass, which is what prepare does."""
-MEDIAN_SHARE, SIGMA = 1 / 4, 0.8
-"""The median completion has so much of rollout.max_new_tokens; at this sigma one of 25 reaches the limit."""
-PROMPT_SHARE = 1 / 8
-"""Prompts have so much of the room that completions leave of model.max_positions."""
+"""Share of a training step that is the forward pass, which is all that prepare computes."""
+SMALL_ENGINE = EngineModel(seconds_to_first_token=0.1, seconds_per_token=0.02, seconds_per_token_per_running=1e-4)
+"""An engine on a CPU, or one whose model is not known."""
 
 
 def assumed_models(config: RunConfig) -> MachineModels:
-    match config.inference:
-        case RehearsalInference() as latency:
-            engine = EngineModel(latency.seconds_to_first_token, latency.seconds_per_token)
-        case TorchInference():
-            engine = EngineModel(seconds_to_first_token=0.1, seconds_per_token=0.02, seconds_per_token_per_running=1e-4)
+    """Assumed speed of the engines, graders and trainer of a config."""
+    engine = _assumed_engine(config)
     trainer = TrainerModel(
         num_devices=1,
         prepare=Cost(0.0, FORWARD_SHARE * SECONDS_PER_TRAINED_TOKEN),
@@ -36,6 +32,7 @@ def assumed_models(config: RunConfig) -> MachineModels:
 
 
 def assumed_workload(config: RunConfig) -> SampledWorkload:
+    """Assumed distribution of completion lengths and environment waits of a config."""
     most, seed = config.rollout.max_new_tokens, config.seed
     match config.inference:
         case RehearsalInference(environment=None) as latency:
@@ -54,10 +51,21 @@ def assumed_workload(config: RunConfig) -> SampledWorkload:
             return SampledWorkload(max(1.0, MEDIAN_SHARE * most), SIGMA, most, seed=seed)
 
 
-def assumed_tokens(config: RunConfig) -> tuple[float, float]:
-    """Of a prompt, and of a completion: means."""
-    most = config.rollout.max_new_tokens
-    median, sigma = MEDIAN_SHARE * most, SIGMA
-    if isinstance(config.inference, RehearsalInference):
-        median, sigma = config.inference.median_tokens, config.inference.sigma
-    return PROMPT_SHARE * (config.model.max_positions - most), min(most, median * math.exp(sigma**2 / 2))
+def _assumed_engine(config: RunConfig) -> EngineModel:
+    match config.inference:
+        case RehearsalInference() as latency:
+            return EngineModel(latency.seconds_to_first_token, latency.seconds_per_token)
+        case VllmInference():
+            return _assumed_vllm(config)
+        case TorchInference():
+            return SMALL_ENGINE
+
+
+def _assumed_vllm(config: RunConfig) -> EngineModel:
+    """Decode steps estimated from the model's shape and `cluster.speed`; SMALL_ENGINE on a CPU or without a shape."""
+    shape = shape_of(config.model)
+    if shape is None or config.cluster.device is DeviceKind.CPU:
+        return SMALL_ENGINE
+    slots = config.rollout.slots_per_engine
+    alone, full = (decode_step_seconds(config, shape, running) for running in (1, slots))
+    return EngineModel(SMALL_ENGINE.seconds_to_first_token, alone, (full - alone) / max(1, slots - 1))

@@ -46,12 +46,12 @@ def _mean_of(stage: str, timings: list[dict[str, float]]) -> float:
 def read_recorded(store: ObjectStore, run_id: str) -> RecordedRun:
     """All iterations of a run that have a trace."""
     config = read_config(find_run(store, run_id, "--trace"))
-    traced = [m for m in read_chain(store, run_id) if m.collected is not None and m.collected.trace is not None]
+    traced = [m for m in read_chain(store, run_id) if m.collected is not None]
     if not traced:
         raise UserError(f"--trace: {run_id} has no trace of an iteration in {store.uri}: name a run that does")
     first_of_leg = {m.leg: m.iteration for m in reversed(traced)}
     cold = [m.iteration == first_of_leg[m.leg] for m in traced]
-    artifacts = [m.collected.trace for m in traced if m.collected is not None and m.collected.trace is not None]
+    artifacts = [m.collected.trace for m in traced if m.collected is not None]
     return RecordedRun(
         config,
         tuple(decode_trace(store.get(artifact)) for artifact in artifacts),

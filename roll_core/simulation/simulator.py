@@ -22,10 +22,10 @@ from roll_core.simulation.machines import (
     Demands,
     EngineModel,
     GraderModel,
-    SimulatedEngine,
-    SimulatedGrader,
     NumberedProblems,
     NumberRenderer,
+    SimulatedEngine,
+    SimulatedGrader,
     TrainerModel,
 )
 from roll_core.simulation.virtual_time import run_in_virtual_time

@@ -10,7 +10,6 @@ Layout under the store's address:
 """
 
 import hashlib
-import os
 import uuid
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -18,8 +17,9 @@ from pathlib import Path
 
 from roll_core.config.operations.services import RETRY_SECONDS
 from roll_core.errors import ArtifactDamaged, StoreRefused, StoreUnavailable, UserError
+from roll_core.host import replacing
 from roll_core.store.media.folder import FolderMedium
-from roll_core.store.media.medium import PART_SIZE, AlreadyExists, Medium, ListedObject, in_order, part_size
+from roll_core.store.media.medium import PART_SIZE, AlreadyExists, ListedObject, Medium, in_order, part_size
 from roll_core.store.media.memory import MemoryMedium
 from roll_core.types.refs import ArtifactKind, ArtifactRef, digest_of
 
@@ -77,13 +77,8 @@ class ObjectStore:
     def get_file(self, ref: ArtifactRef, path: Path) -> None:
         """Lay the bytes a ref names down as a file, which appears when all of them are there and verified."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        unverified = path.with_name(f"{path.name}.partial-{uuid.uuid4().hex}")
-        try:
-            with open(unverified, "xb") as file:
-                file.writelines(self._verified_parts(ref))
-            os.replace(unverified, path)
-        finally:
-            unverified.unlink(missing_ok=True)
+        with replacing(path) as file:
+            file.writelines(self._verified_parts(ref))
 
     def get_files(self, wanted: Iterable[tuple[ArtifactRef, Path]]) -> None:
         """`get_file` for several, a few at a time."""

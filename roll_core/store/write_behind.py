@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from roll_core.errors import DeadlineExceeded, RollError
+from roll_core.host import replacing
 from roll_core.store.object_store import FILES_IN_FLIGHT, ObjectStore
 from roll_core.types.refs import ArtifactKind, ArtifactRef, digest_of
 
@@ -46,7 +47,7 @@ class WriteBehind:
                 return ref
             self._used += ref.size
         path = self._folder / f"{kind}-{ref.digest}"
-        _write_whole(path, data)
+        _write_synced(path, data)
         self._upload(path, ref)
         return ref
 
@@ -103,11 +104,9 @@ class WriteBehind:
         upload.add_done_callback(settle)
 
 
-def _write_whole(path: Path, data: bytes) -> None:
-    """All of a file or nothing, also after a power cut."""
-    partial = path.with_name(f"{path.name}.partial")
-    with open(partial, "wb") as file:
+def _write_synced(path: Path, data: bytes) -> None:
+    """Write a file that is whole after a crash or a power cut, or not there."""
+    with replacing(path) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(partial, path)

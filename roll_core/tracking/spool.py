@@ -20,6 +20,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from roll_core.host import replacing
 from roll_core.types.manifest import Metrics
 from roll_core.types.refs import Record
 
@@ -266,11 +267,6 @@ def _write_whole(descriptor: int, data: bytes) -> None:
 
 
 def _replace(path: Path, record: Record) -> None:
-    """Readers see the old bytes or the new ones, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        draft.write_bytes(record.model_dump_json().encode())
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(record.model_dump_json().encode())

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+from roll_core.config.load import absolute_sqlite_uri
 from roll_core.config.operations.services import TrackingConfig
 from roll_core.tracking.spool import (
     ArtifactLogged,
@@ -32,7 +33,6 @@ _LOGGER = logging.getLogger(__name__)
 
 MACHINE_TAG, VERSIONS_TAG = "roll.machine", "roll.versions"
 """What the newest leg runs on, and with."""
-_SQLITE = "sqlite:///"
 _SOURCE_ROOT = Path(__file__).resolve().parents[2]
 _SECONDS_TO_DIE = 5.0
 """A killed process can outlive its signal in a blocked disk call; the end of a leg does not wait longer for that."""
@@ -48,7 +48,7 @@ class Tracker:
     def __init__(self, config: TrackingConfig, run: RunRef, spool_dir: Path):
         self._drain_seconds = config.drain_seconds
         self._destination = Destination(
-            tracking_uri=_absolute_uri(config.uri),
+            tracking_uri=absolute_sqlite_uri(config.uri),
             experiment=config.experiment,
             run_id=run.run_id,
             store_uri=run.store_uri,
@@ -146,10 +146,3 @@ class Tracker:
 
 def _now_ms() -> int:
     return int(time.time() * 1000)
-
-
-def _absolute_uri(uri: str) -> str:
-    """A relative SQLite file means one under the folder the leg runs in, wherever the uploader runs."""
-    if not uri.startswith(_SQLITE):
-        return uri
-    return _SQLITE + str(Path(uri.removeprefix(_SQLITE)).absolute())

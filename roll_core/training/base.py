@@ -11,7 +11,7 @@ from torch import Tensor
 from roll_core.algorithms.inputs import LossFn, ValueLossFn
 from roll_core.batching.micro_batch import MicroBatch
 from roll_core.config.model import ModelConfig
-from roll_core.config.training.training import OptimizerConfig
+from roll_core.config.optimizer import OptimizerConfig
 from roll_core.types.manifest import Metrics
 
 

@@ -25,20 +25,21 @@ from roll_core.batching.samples import GradedBatch, build_batch
 from roll_core.batching.token_data import TokenData, untaught
 from roll_core.config.algorithm.methods import AlgorithmConfig, Distillation
 from roll_core.config.algorithm.policy_update import Signal
+from roll_core.config.optimizer import OptimizerConfig
 from roll_core.config.run import RunConfig
 from roll_core.config.training.mismatch import MISMATCH, MismatchAction
-from roll_core.config.training.training import OptimizerConfig, Packing
-from roll_core.config.training.training import BackendKind
+from roll_core.config.training.training import BackendKind, Packing
 from roll_core.errors import SamplerMismatch
 from roll_core.seeds import derive_seed
 from roll_core.training.base import CriticBackend, Policy, Snapshot, Trainable, TrainingBackend
 from roll_core.training.mismatch import MismatchMeter
 from roll_core.training.torch.backend import TorchBackend
 from roll_core.training.torch.critic import TorchCritic
-from roll_core.training.torch.trainable import TorchSettings, over_ranks
+from roll_core.training.torch.trainable import TorchSettings
 from roll_core.types.manifest import Metrics
 from roll_core.types.sample import Sample
 from roll_core.types.trajectory import Trajectory
+from roll_core.weights.ranks import reduce_over_ranks
 
 COMPILED_WIDTHS = 64
 """Tokens: attention with a mask takes another way where rows are not a multiple of 8, and tiles are of 64."""
@@ -61,9 +62,9 @@ class Learner:
     def __init__(self, config: RunConfig, *, rank: int, device: torch.device):
         self._config = config
         self._rank = rank
-        self._algorithm = self._in_disagreement = _build(config.algorithm, config)
-        if config.algorithm_in_disagreement is not config.algorithm:
-            self._in_disagreement = _build(config.algorithm_in_disagreement, config)
+        self._algorithm = self._fallback = _build(config.algorithm, config)
+        if config.fallback_algorithm is not config.algorithm:
+            self._fallback = _build(config.fallback_algorithm, config)
         settings = TorchSettings(config.training, config.seed, config.rollout.temperature, device)
         self._policy = _build_policy(config, settings)
         self._policy.start_optimizer(config.training.optimizer, config.policy_optimizer_steps)
@@ -120,7 +121,7 @@ class Learner:
         )
 
     def update(self, prepared: PreparedBatch, iteration: int) -> Metrics:
-        """All optimizer steps of the policy; none while the critic warms up, or where `training.agreement` stops them."""
+        """All optimizer steps of the policy; none while the critic warms up, or where `training.mismatch` stops them."""
         held_back = iteration <= self._config.algorithm.warmup_iterations
         metrics = {"update/held_back": 1.0} if held_back else self._move_policy(prepared, iteration)
         self._state = prepared.next_state
@@ -171,9 +172,7 @@ class Learner:
         self._policy.load(folder)
         if self._critic is not None:
             self._critic.load(folder / CRITIC_FOLDER)
-        # Checkpoints written before credit had a state have none.
-        state = folder / STATE_FILE
-        self._state = CreditState.model_validate_json(state.read_bytes()) if state.exists() else CreditState()
+        self._state = CreditState.model_validate_json((folder / STATE_FILE).read_bytes())
 
     @property
     def controllers(self) -> dict[str, Any]:
@@ -183,25 +182,25 @@ class Learner:
     def _move_policy(self, prepared: PreparedBatch, iteration: int) -> Metrics:
         if not prepared.steps:
             return {}
-        loss, agreement = self._accumulate_first(prepared, iteration)
+        loss, mismatch = self._accumulate_first(prepared, iteration)
         per_step = [with_effective_sample_size(self._policy.apply_gradients())]
         for micro_batches in (prepared.steps * self._config.training.epochs)[1:]:
             self._accumulate(micro_batches, loss)
             per_step.append(with_effective_sample_size(self._policy.apply_gradients()))
-        return _mean_over_steps(per_step) | agreement
+        return _mean_over_steps(per_step) | mismatch
 
     def _accumulate_first(self, prepared: PreparedBatch, iteration: int) -> tuple[LossFn, Metrics]:
         """The gradients of the first step, by the loss that all steps take once it is known how far sampler and trainer are
         apart. Anchors tell before; without them the step itself does, and is done again if it takes the other loss."""
-        agreement, usual = MismatchMeter(self._policy.share), self._algorithm.loss
+        meter, usual = MismatchMeter(self._policy.share), self._algorithm.loss
         self._seed_chance("update", iteration)
         if self._knows_anchors:
             for micro_batch in chain(*prepared.steps):
-                agreement.note_anchors(micro_batch.tokens)
-            loss, metrics = self._judge(agreement.metrics(), iteration)
+                meter.note_anchors(micro_batch.tokens)
+            loss, metrics = self._judge(meter.metrics(), iteration)
         else:
-            self._accumulate(prepared.steps[0], agreement.noting(usual))
-            loss, metrics = self._judge(agreement.metrics(), iteration)
+            self._accumulate(prepared.steps[0], meter.noting(usual))
+            loss, metrics = self._judge(meter.metrics(), iteration)
             if loss is usual:
                 return loss, metrics
             self._policy.discard_gradients()
@@ -211,14 +210,14 @@ class Learner:
 
     def _judge(self, metrics: Metrics, iteration: int) -> tuple[LossFn, Metrics]:
         """The loss for an iteration with this mismatch; the same on every rank, since the metrics are."""
-        limits = self._config.training.agreement
+        limits = self._config.training.mismatch
         if limits is None or not metrics[f"{MISMATCH}fresh_tokens"]:
             return self._algorithm.loss, metrics
         complaint = limits.complaint(metrics)
         if complaint is not None and limits.action is MismatchAction.STOP:
             self._policy.discard_gradients()
             raise SamplerMismatch(f"iteration {iteration} was not trained on: {complaint}")
-        algorithm = self._algorithm if complaint is None else self._in_disagreement
+        algorithm = self._algorithm if complaint is None else self._fallback
         return algorithm.loss, metrics | {f"{MISMATCH}beyond": float(complaint is not None)}
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFn) -> None:
@@ -230,7 +229,7 @@ class Learner:
     @property
     def _knows_anchors(self) -> bool:
         """Whether all tokens are scored before the update; else the first optimizer step is the first to score any."""
-        return Signal.ANCHOR in self._in_disagreement.signals
+        return Signal.ANCHOR in self._fallback.signals
 
     def _seed_chance(self, stage: str, iteration: int) -> None:
         """Layers that draw (dropout) draw the same when an update is made again, by whichever process."""
@@ -318,7 +317,7 @@ class Learner:
         return tuple(self._with_loss_signals(micro_batches, tokens))
 
     def _with_loss_signals(self, micro_batches: list[MicroBatch], tokens: TokenData) -> list[MicroBatch]:
-        signals = self._in_disagreement.loss_signals
+        signals = self._fallback.loss_signals
         if Signal.ANCHOR in signals and tokens.anchor_logprobs_N is None:
             found = self._policy.logprobs(micro_batches, Policy.CURRENT)
             micro_batches = [m.with_signals(anchor_logprobs_N=each) for m, each in zip(micro_batches, found, strict=True)]
@@ -333,7 +332,7 @@ class Learner:
         if self._policy.share.speaks:
             for place, part in zip(places, parts, strict=True):
                 values[place] = part.double()
-        return over_ranks(values)
+        return reduce_over_ranks(values)
 
     def _micro_batches(
         self,

@@ -9,8 +9,8 @@ from roll_core.algorithms.mismatch import MismatchSums, measure, quantities
 from roll_core.batching.token_data import TokenData
 from roll_core.config.training.mismatch import MISMATCH
 from roll_core.training.base import Share
-from roll_core.training.torch.trainable import over_ranks
 from roll_core.types.manifest import Metrics
+from roll_core.weights.ranks import reduce_over_ranks
 
 
 class MismatchMeter:
@@ -54,7 +54,7 @@ class MismatchMeter:
 
 def _of_all_ranks(part: MismatchSums) -> MismatchSums:
     return MismatchSums(
-        sums=over_ranks(part.sums),
-        counts_B=over_ranks(part.counts_B),
-        extremes=over_ranks(part.extremes, dist.ReduceOp.MAX),
+        sums=reduce_over_ranks(part.sums),
+        counts_B=reduce_over_ranks(part.counts_B),
+        extremes=reduce_over_ranks(part.extremes, dist.ReduceOp.MAX),
     )

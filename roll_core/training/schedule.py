@@ -2,7 +2,7 @@
 
 import math
 
-from roll_core.config.training.training import Decay, OptimizerConfig
+from roll_core.config.optimizer import Decay, OptimizerConfig
 
 
 def learning_rate_at(step: int, config: OptimizerConfig, total_steps: int) -> float:
@@ -10,11 +10,15 @@ def learning_rate_at(step: int, config: OptimizerConfig, total_steps: int) -> fl
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
-    match config.decay:
+    return config.learning_rate * (config.final_fraction + (1 - config.final_fraction) * _decayed(config.decay, progress))
+
+
+def _decayed(decay: Decay, progress: float) -> float:
+    """Share of the decaying part of the rate that is left at `progress`, which runs from 0 to 1."""
+    match decay:
         case Decay.CONSTANT:
-            share = 1.0
+            return 1.0
         case Decay.LINEAR:
-            share = 1 - progress
+            return 1 - progress
         case Decay.COSINE:
-            share = (1 + math.cos(math.pi * progress)) / 2
-    return config.learning_rate * (config.final_fraction + (1 - config.final_fraction) * share)
+            return (1 + math.cos(math.pi * progress)) / 2

@@ -90,7 +90,9 @@ class TokenScorer(nn.Module):
     def reference_states(self, micro_batch: MicroBatch) -> ReferenceStates:
         """What another policy needs of this one to be compared with it over the whole vocabulary."""
         hidden_RTH = last_hidden_states(self.model.base_model, micro_batch)
-        return ReferenceStates(hidden_RTH.flatten(0, 1)[micro_batch.predicted_by_N], self.model.get_output_embeddings().weight)
+        return ReferenceStates(
+            hidden_RTH.flatten(0, 1)[micro_batch.predicted_by_N], self.model.get_output_embeddings().weight
+        )
 
 
 def score_tokens(

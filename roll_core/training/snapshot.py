@@ -1,10 +1,13 @@
 """A copy of a state dict in host memory, which what is copied can change away from. Made again into the same memory."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from roll_core.weights.ranks import rank
 
 
 class HostCopy:
@@ -24,6 +27,12 @@ class HostCopy:
         return self._copy
 
 
+def written_files(folder: Path) -> list[Path]:
+    """Those of this rank. The metadata, without which nothing can be read, is rank 0's and written last."""
+    mine = sorted(folder.glob(f"__{rank()}_*.distcp"))
+    return [*mine, folder / ".metadata"] if rank() == 0 else mine
+
+
 def _copied(state: Any, into: Any) -> Any:
     match state:
         case dict():
@@ -34,16 +43,18 @@ def _copied(state: Any, into: Any) -> Any:
             return type(state)(_copied(value, part) for value, part in zip(state, parts, strict=True))
         case Tensor():
             return _copied_tensor(state.detach(), into)
-    return state
+        case _:
+            return state
 
 
 def _copied_tensor(tensor: Tensor, into: Any) -> Tensor:
     if not isinstance(into, Tensor) or into.shape != tensor.shape or into.dtype != tensor.dtype:
         into = tensor.to("cpu", copy=True)
         return into.pin_memory() if tensor.is_cuda and not isinstance(into, DTensor) else into
-    _local(into).copy_(_local(tensor), non_blocking=True)
+    local_part(into).copy_(local_part(tensor), non_blocking=True)
     return into
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard of a distributed tensor; a plain tensor itself. Without gradient."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field
 
-from roll_core.types.refs import ArtifactRef, CheckpointRef, Record
+from roll_core.types.refs import ArtifactRef, Record
 
 Metrics = dict[str, float]
 """Quantities by name, `area/quantity`: {"reward/mean": 0.41, "update/clip_fraction": 0.02}."""
@@ -95,11 +95,10 @@ class Collected(Receipt):
     num_trajectories: int
     num_failed: int
     num_tokens: int
-    draws: Draws | None = None
-    """What became of every problem drawn; TRAINED are those whose trajectories are here, and `prepare` may still mask some.
-    Null in receipts from before anything could be left out: `num_groups` problems were drawn."""
-    trace: ArtifactRef | None = None
-    """What happened to every attempt, and when. Null in receipts from before anybody wrote it down."""
+    draws: Draws
+    """Outcome of every problem drawn. TRAINED: its trajectories are in this batch; `prepare` may still mask some of them."""
+    trace: ArtifactRef
+    """What happened to every attempt, and when."""
 
 
 class Prepared(Receipt):
@@ -160,8 +159,8 @@ class Manifest(Record):
     config_digest: str
     leg: int
     weights_version: int
-    weights_digest: str = ""
-    """Of the policy after this iteration; "" in manifests written before there were digests."""
+    weights_digest: str
+    """Digest of the policy after this iteration."""
     next_problem: int
     """The cursor: all problems before it were drawn by this iteration or one before."""
     draws: Draws | None = None
@@ -173,8 +172,6 @@ class Manifest(Record):
     """Where they ran."""
     collected: Collected | None
     evaluated: Evaluated | None
-    checkpoint: CheckpointRef | None = None
-    """In manifests of version 0.1.0; since then checkpoints have records of their own, and appear when they are whole."""
     metrics: Metrics
     timings: dict[str, float]
     committed_at: str
@@ -183,9 +180,7 @@ class Manifest(Record):
     def artifacts(self) -> list[ArtifactRef]:
         """What must be in the store before this can be committed."""
         rollouts = [stage.trajectories for stage in (self.collected, self.evaluated) if stage is not None]
-        if self.collected is None or self.collected.trace is None:
-            return rollouts
-        return [*rollouts, self.collected.trace]
+        return rollouts if self.collected is None else [*rollouts, self.collected.trace]
 
 
 class Difference(Record):

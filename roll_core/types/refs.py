@@ -69,8 +69,8 @@ class CheckpointRef(Record):
 
     iteration: int
     weights_version: int
-    weights_digest: str = ""
-    """That of the iteration's manifest; "" in those of version 0.1.0, which manifests named themselves."""
+    weights_digest: str
+    """The `weights_digest` of the iteration's manifest."""
     files: tuple[CheckpointFile, ...]
 
     @property

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from roll_core.errors import RollError
 from roll_core.models.megatron_names import MegatronNames
 from roll_core.models.tensor_files import NamedTensors
+from roll_core.weights import ranks
 from roll_core.weights.buckets import BUCKET_BYTES, in_batches
 
 
@@ -105,11 +106,11 @@ class TensorGatherer:
         sizes = [prod(each.slice.shape) for each in message]
         flat = like.new_empty(sum(sizes))
         parts = [part.view(each.slice.shape) for part, each in zip(flat.split(sizes), message, strict=True)]
-        if rank == _rank():
+        if rank == ranks.rank():
             for each, part in zip(message, parts, strict=True):
                 shard = self._mine[each.of]
                 part.copy_(shard.within(values(shard.parameter))[each.first_row :][: len(part)])
-        if _world_size() > 1:
+        if ranks.world_size() > 1:
             dist.broadcast(flat, rank)
         for each, part in zip(message, parts, strict=True):
             for name, theirs, ours in each.overlaps:
@@ -210,16 +211,8 @@ def _shapes(names: MegatronNames, piece: TensorSlice) -> dict[str, tuple[int, ..
 
 
 def _of_all_ranks(mine: list[TensorSlice]) -> list[list[TensorSlice]]:
-    if _world_size() == 1:
+    if ranks.world_size() == 1:
         return [mine]
-    held: list[list[TensorSlice]] = [[] for _ in range(_world_size())]
+    held: list[list[TensorSlice]] = [[] for _ in range(ranks.world_size())]
     dist.all_gather_object(held, mine)
     return held
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

@@ -23,7 +23,7 @@ from torch import Tensor
 from roll_core.errors import ArtifactDamaged
 from roll_core.store.media.medium import in_order
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.records.weights import read_base, record_name, record_weights
+from roll_core.store.records.weights import read_base, record_weights, weights_record_name
 from roll_core.types.refs import ArtifactKind, StoredBucket, WeightsRef, digest_of
 from roll_core.weights.buckets import BUCKET_BYTES, TensorEntry, WeightsBucket, pack
 from roll_core.weights.checks import Watch, WeightsCheck, WeightsSample
@@ -70,7 +70,7 @@ class WeightsWriter:
             run_id=self._run_id,
             version=version,
             weights_digest=digest.hexdigest(),
-            base=record_name(base) if base else None,
+            base=weights_record_name(base) if base else None,
             layout=self._store.put(_encode_layout(layout), ArtifactKind.WEIGHTS),
             buckets=buckets,
             check=self._store.put(_encode_check(watch.check), ArtifactKind.WEIGHTS),
@@ -105,7 +105,7 @@ class WeightsReader:
     def fetch(self, weights: WeightsRef) -> None:
         """Lay a version down on disk: from the one that is there, if the stored differences are to that, else from the last
         whole one."""
-        wanted = record_name(weights)
+        wanted = weights_record_name(weights)
         if wanted == self._have:
             return
         steps = self._steps(weights)
@@ -117,7 +117,7 @@ class WeightsReader:
 
     def buckets(self, weights: WeightsRef) -> Iterator[WeightsBucket]:
         """What was fetched last, bucket by bucket."""
-        assert self._have == record_name(weights), "fetch it first"
+        assert self._have == weights_record_name(weights), "fetch it first"
         layout = _decode_layout(self._store.get(weights.layout))
         for bucket in weights.buckets:
             yield WeightsBucket(layout[bucket.number], self._local.read(bucket.number))

@@ -8,7 +8,8 @@ import torch
 from roll_core.algorithms.losses import cross_entropy
 from roll_core.batching.packing import PackingLimits
 from roll_core.config.model import Architecture, ScratchModel
-from roll_core.config.training.training import OptimizerConfig, Packing, TrainingConfig
+from roll_core.config.optimizer import OptimizerConfig
+from roll_core.config.training.training import Packing, TrainingConfig
 from roll_core.training.base import Policy
 from roll_core.training.megatron.backend import MegatronBackend, MegatronSettings
 from roll_core.training.torch.backend import TorchBackend

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from roll_core.batching.demonstrations import as_sample
 from roll_core.batching.packing import PackingLimits
+from roll_core.batching.samples import demonstration_sample
 from roll_core.config.inference import RehearsalInference, VllmInference
 from roll_core.config.model import Architecture, ScratchModel
 from roll_core.config.rollout import InFlightPolicy
@@ -26,9 +26,9 @@ from roll_core.config.training.training import Packing, TrainingConfig
 from roll_core.errors import EngineDied, WrongWeights
 from roll_core.inference import torch_engine
 from roll_core.inference.base import InferenceEngine, WeightsUpdate, adopt
+from roll_core.inference.completions import as_they_finish
 from roll_core.inference.rehearsal_engine import RehearsalEngine
 from roll_core.inference.requests import Completion, GenerationRequest
-from roll_core.inference.streaming import as_they_finish
 from roll_core.inference.torch_engine import TorchEngine
 from roll_core.inference.vllm import engine as vllm_engine
 from roll_core.inference.vllm.engine import VllmEngine
@@ -296,7 +296,9 @@ def test_sampler_and_trainer_agree_on_the_logprob_of_every_token_after_several_u
 
     backend = trainer(architecture, temperature, seed=3)
     for request, completion in zip(asked, model_subject.run(after_updates()), strict=True):
-        (batch,) = cut([as_sample(request.prompt_ids, completion.token_ids)], PackingLimits(1000, None, Packing.ROWS))
+        (batch,) = cut(
+            [demonstration_sample(request.prompt_ids, completion.token_ids)], PackingLimits(1000, None, Packing.ROWS)
+        )
         difference = backend.logprobs([batch], Policy.CURRENT)[0] - torch.tensor(completion.sampler_logprobs)
         assert difference.abs().max().item() < 1e-4
 
@@ -314,7 +316,7 @@ def test_a_prompt_that_several_share_is_computed_by_the_weights_of_the_day(model
 
     backend = trainer(architecture, seed=3)
     for completion in model_subject.run(before_and_after()):
-        (batch,) = cut([as_sample(prompt, completion.token_ids)], PackingLimits(1000, None, Packing.ROWS))
+        (batch,) = cut([demonstration_sample(prompt, completion.token_ids)], PackingLimits(1000, None, Packing.ROWS))
         difference = backend.logprobs([batch], Policy.CURRENT)[0] - torch.tensor(completion.sampler_logprobs)
         assert difference.abs().max().item() < 1e-4
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from roll_core.algorithms.losses import cross_entropy
 from roll_core.batching.packing import PackingLimits
 from roll_core.config.model import Architecture, ScratchModel
+from roll_core.config.optimizer import OptimizerConfig
 from roll_core.config.training.lora import LoraConfig, LoraTarget
-from roll_core.config.training.training import OptimizerConfig, Packing, TrainingConfig
+from roll_core.config.training.training import Packing, TrainingConfig
 from roll_core.models.causal_lm import build_model
 from roll_core.models.checkpoint_names import as_checkpoint
 from roll_core.planning.model_shape import lora_parameters, shape_of

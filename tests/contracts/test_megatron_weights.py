@@ -15,7 +15,7 @@ from roll_core.config.model import Architecture
 from roll_core.config.training.layout import LayoutConfig as Layout
 from roll_core.config.training.training import TrainingConfig
 from roll_core.models.checkpoint_names import as_checkpoint
-from roll_core.models.megatron_names import LAYERS, RowMapping, MegatronNames
+from roll_core.models.megatron_names import LAYERS, MegatronNames, RowMapping
 from roll_core.models.tensor_files import TensorFiles, WriterRank, write_tensors
 from roll_core.weights.shards import TensorGatherer, fill
 

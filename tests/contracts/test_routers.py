@@ -11,8 +11,9 @@ from torch import Tensor
 from roll_core.algorithms.losses import cross_entropy
 from roll_core.batching.packing import PackingLimits
 from roll_core.config.model import Architecture, ScratchModel
+from roll_core.config.optimizer import OptimizerConfig
 from roll_core.config.training.experts import ExpertsConfig
-from roll_core.config.training.training import OptimizerConfig, Packing, BackendKind, TrainingConfig
+from roll_core.config.training.training import BackendKind, Packing, TrainingConfig
 from roll_core.training.megatron.backend import MegatronBackend, MegatronSettings
 from roll_core.training.torch.backend import TorchBackend
 from roll_core.training.torch.trainable import TorchSettings

@@ -12,7 +12,7 @@ from roll_core.algorithms.losses import cross_entropy
 from roll_core.batching.packing import PackingLimits
 from roll_core.config.rollout import InFlightPolicy
 from roll_core.config.training.experts import ExpertsConfig
-from roll_core.config.training.training import Packing, BackendKind
+from roll_core.config.training.training import BackendKind, Packing
 from roll_core.inference.base import WeightsUpdate, adopt
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine

@@ -24,8 +24,8 @@ from roll_core.config.algorithm.methods import AlgorithmConfig, Grpo, Gspo, Ppo
 from roll_core.config.algorithm.policy_update import Aggregation, KlLossConfig, RatioLevel
 from roll_core.config.algorithm.shaping import KlEstimator
 from roll_core.config.model import Architecture, ScratchModel
-from roll_core.config.training.training import OptimizerConfig, Packing, TrainingConfig
-from roll_core.config.training.training import BackendKind
+from roll_core.config.optimizer import OptimizerConfig
+from roll_core.config.training.training import BackendKind, Packing, TrainingConfig
 from roll_core.models.causal_lm import build_model
 from roll_core.models.checkpoint_names import as_checkpoint
 from roll_core.training.base import Policy

@@ -11,13 +11,14 @@ import torch.distributed as dist
 
 from roll_core.algorithms.catalog import TABLE, build_algorithm
 from roll_core.algorithms.inputs import LossFn
-from roll_core.batching.demonstrations import as_sample
 from roll_core.batching.micro_batch import MicroBatch
 from roll_core.batching.packing import PackingLimits
+from roll_core.batching.samples import demonstration_sample
 from roll_core.config.algorithm.methods import AlgorithmConfig, Grpo
 from roll_core.config.model import Architecture, ScratchModel
+from roll_core.config.optimizer import OptimizerConfig
 from roll_core.config.rollout import InFlightPolicy
-from roll_core.config.training.training import OptimizerConfig, Packing, Precision, TrainingConfig
+from roll_core.config.training.training import Packing, Precision, TrainingConfig
 from roll_core.inference.base import WeightsUpdate, adopt
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
@@ -79,7 +80,7 @@ def test_sampler_and_trainer_agree_on_the_gpu(architecture, precision, dtype, cl
     )
     asked = [GenerationRequest(f"r{i}", (5, 6 + i % 9, 7), 20, 1.0, (1,), seed=i) for i in range(40)]
     completions = asyncio.run(sample(served, trained, asked))
-    samples = [as_sample(r.prompt_ids, c.token_ids) for r, c in zip(asked, completions, strict=True)]
+    samples = [demonstration_sample(r.prompt_ids, c.token_ids) for r, c in zip(asked, completions, strict=True)]
     (batch,) = cut(samples, LIMITS)
     sampler_logprobs_N = torch.tensor([logprob for c in completions for logprob in c.sampler_logprobs])
     (trainer_logprobs_N,) = trained.logprobs([batch], Policy.CURRENT)

@@ -7,7 +7,8 @@ from roll_core.algorithms.catalog import build_algorithm
 from roll_core.batching.packing import PackingLimits
 from roll_core.config.algorithm.methods import Grpo
 from roll_core.config.model import Architecture, ScratchModel
-from roll_core.config.training.training import OptimizerConfig, Packing, Precision, BackendKind, TrainingConfig
+from roll_core.config.optimizer import OptimizerConfig
+from roll_core.config.training.training import BackendKind, Packing, Precision, TrainingConfig
 from roll_core.training.base import Policy
 from roll_core.training.megatron.backend import MegatronBackend, MegatronSettings
 from roll_core.training.torch.backend import TorchBackend

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from roll_core.batching.demonstrations import as_sample
 from roll_core.batching.packing import PackingLimits
+from roll_core.batching.samples import demonstration_sample
 from roll_core.config.inference import VllmInference
 from roll_core.config.model import ScratchModel
+from roll_core.config.optimizer import OptimizerConfig
 from roll_core.config.rollout import InFlightPolicy
-from roll_core.config.training.training import OptimizerConfig, Packing, Precision, TrainingConfig
+from roll_core.config.training.training import Packing, Precision, TrainingConfig
 from roll_core.errors import WrongWeights
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.vllm.engine import VllmEngine
@@ -51,7 +52,9 @@ class Served:
         config = VllmInference(memory_share=0.2)
         return VllmEngine(MODEL, config, num_slots=64, device=GPU, dtype=self.dtype, num_threads=4)
 
-    async def adopt_shared(self, version: int, backend: TorchBackend, in_flight: InFlightPolicy = InFlightPolicy.FINISH) -> None:
+    async def adopt_shared(
+        self, version: int, backend: TorchBackend, in_flight: InFlightPolicy = InFlightPolicy.FINISH
+    ) -> None:
         """As fleet, rank and engine do it: where the weights lie, and every third time by small buckets through a buffer."""
         watch = Watch(version)
         await self.engine.begin_update(in_flight)
@@ -82,7 +85,7 @@ def requests(count: int, length: int = 40, stop: tuple[int, ...] = (1,)) -> list
 
 
 def largest_difference(backend: TorchBackend, asked: list[GenerationRequest], completions: list[Completion]) -> float:
-    samples = [as_sample(r.prompt_ids, c.token_ids) for r, c in zip(asked, completions, strict=True)]
+    samples = [demonstration_sample(r.prompt_ids, c.token_ids) for r, c in zip(asked, completions, strict=True)]
     (batch,) = cut(samples, PackingLimits(65536, None, Packing.ROWS))
     sampler_logprobs_N = torch.tensor([logprob for c in completions for logprob in c.sampler_logprobs])
     (trainer_logprobs_N,) = backend.logprobs([batch], Policy.CURRENT)

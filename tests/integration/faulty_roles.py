@@ -20,7 +20,7 @@ from roll_core.roles import worker_pool as worker_pool
 from roll_core.roles.engine_role import EngineRole
 from roll_core.roles.reward_role import RewardRole
 from roll_core.roles.trainer_rank import TrainerRank
-from roll_core.types.leg import LegEnded, LegAllocation
+from roll_core.types.leg import LegAllocation, LegEnded
 from roll_core.types.manifest import Collected, Updated
 from roll_core.types.refs import RunRef
 from roll_core.types.trajectory import Problem, Score, Trajectory

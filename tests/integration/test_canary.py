@@ -9,7 +9,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from roll_core.config.operations.nodes import NodesConfig
+from roll_core.config.operations.legs import NodesConfig
 from roll_core.config.operations.placement import ClusterConfig
 from roll_core.errors import NodeUnfit
 from roll_core.roles.canary import CanaryRequest, ask_nodes, check_nodes, meet, node_name

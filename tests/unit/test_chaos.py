@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from roll_core.reporting.stage_log import FILE_NAME, Edge, StageEvent, StageLog, read_stages
-from roll_core.types.manifest import Collected, CollectRequest, Manifest
+from roll_core.types.manifest import Collected, CollectRequest, Draws, Manifest
 from roll_core.types.refs import ArtifactKind, ArtifactRef
 from tests.chaos.kill_points import (
     ITERATIONS_APART,
@@ -65,9 +65,16 @@ def manifest(iteration: int, **changes) -> Manifest:
         "weights_version": iteration,
         "weights_digest": "77d0",
         "next_problem": 0,
-        "collected": Collected(request=request, trajectories=rollouts, num_trajectories=4, num_failed=0, num_tokens=9),
+        "collected": Collected(
+            request=request,
+            trajectories=rollouts,
+            num_trajectories=4,
+            num_failed=0,
+            num_tokens=9,
+            draws=Draws(first=0, outcomes="t"),
+            trace=ArtifactRef(kind=ArtifactKind.TRACE, digest="8e35", size=1),
+        ),
         "evaluated": None,
-        "checkpoint": None,
         "metrics": {"update/loss": 0.25, "throughput/tokens_per_second": 10.0},
         "timings": {},
         "committed_at": (NOON + timedelta(seconds=iteration)).isoformat(),

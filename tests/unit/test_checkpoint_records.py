@@ -4,7 +4,7 @@ import pytest
 
 from roll_core.errors import ArtifactDamaged
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.records.checkpoints import checkpoints_of, checkpoints_to_resume, read_records, record_checkpoint
+from roll_core.store.records.checkpoints import checkpoints_of, checkpoints_to_resume, read_checkpoints, record_checkpoint
 from roll_core.types.manifest import Manifest
 from roll_core.types.refs import ArtifactKind, CheckpointFile, CheckpointRef
 
@@ -55,7 +55,7 @@ def test_what_a_leg_recorded_that_lost_its_iteration_is_not_the_runs(store):
     assert [each.iteration for each in checkpoints_of(store, chain)] == [0]
     record_checkpoint(store, "a-1", checkpoint(store, 2))
     assert [each.iteration for each in checkpoints_of(store, chain)] == [0, 2]
-    assert len(read_records(store, "a-1")) == 3
+    assert len(read_checkpoints(store, "a-1")) == 3
 
 
 def test_one_of_an_iteration_that_was_never_committed_is_not_resumed_from(store):
@@ -70,12 +70,6 @@ def test_a_forks_checkpoints_are_its_own_and_those_of_its_parent_up_to_the_fork(
     record_checkpoint(store, "child-1", checkpoint(store, 3))
     chain = [manifest("parent-1", 0), manifest("parent-1", 1), manifest("parent-1", 2), manifest("child-1", 3)]
     assert [each.iteration for each in checkpoints_of(store, chain)] == [0, 2, 3]
-
-
-def test_checkpoints_named_by_manifests_of_version_0_1_0_are_still_found(store):
-    old = checkpoint(store, 0, digest="").model_copy(update={"weights_digest": ""})
-    chain = [manifest("a-1", 0).model_copy(update={"checkpoint": old}), manifest("a-1", 1)]
-    assert checkpoints_of(store, chain) == [old]
 
 
 def test_a_run_whose_checkpoints_are_gone_says_what_to_restore(store):

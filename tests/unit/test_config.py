@@ -89,11 +89,11 @@ def test_every_run_file_loads_and_overrides_at_most_twenty_lines(path):
             "algorithm.critic.warmup_iterations (40) must be below iter",
         ),
         ("algorithm={kind: distillation, teachers: [{kind: run}]}", "algorithm.teachers.0.run_id is required"),
-        ("training.agreement.max_men=1", "training.agreement.max_men is not a key; did you mean 'max_mean'?"),
-        ("training.agreement.max_mean=0", "training.agreement.max_mean is 0, but input should be greater than 0"),
-        ("training.agreement.max_share_off=1", "training.agreement.max_share_off is 1, but input should be less than 1"),
-        ("training.agreement.action=halt", "training.agreement.action is 'halt', but input should be 'warn', 'correct' or"),
-        ("training.agreement.max_mean=null", "training.agreement: without max_mean, max_kl and max_share_off nothing is"),
+        ("training.mismatch.max_men=1", "training.mismatch.max_men is not a key; did you mean 'max_mean'?"),
+        ("training.mismatch.max_mean=0", "training.mismatch.max_mean is 0, but input should be greater than 0"),
+        ("training.mismatch.max_share_off=1", "training.mismatch.max_share_off is 1, but input should be less than 1"),
+        ("training.mismatch.action=halt", "training.mismatch.action is 'halt', but input should be 'warn', 'correct' or"),
+        ("training.mismatch.max_mean=null", "training.mismatch: without max_mean, max_kl and max_share_off nothing is"),
         ("rollout", "--set rollout: write it as key=value"),
         ("seed.x=1", "--set seed.x: 'seed' is a value, not a section"),
     ],
@@ -213,22 +213,22 @@ def test_the_policys_schedule_leaves_out_the_critics_warm_up():
 
 
 def test_a_rehearsal_has_no_sampler_to_agree_with():
-    says = sentence(ROOT / "configs/runs/rehearsal.yaml", "training.agreement={action: stop}")
-    assert "inference.kind rehearsal has no model: leave training.agreement out" in says
+    says = sentence(ROOT / "configs/runs/rehearsal.yaml", "training.mismatch={action: stop}")
+    assert "inference.kind rehearsal has no model: leave training.mismatch out" in says
 
 
-def test_an_agreement_that_corrects_declares_the_anchors_it_may_need():
-    settings = ["algorithm={kind: rloo}", "training.optimizer_steps=2", "training.agreement.action=correct"]
+def test_a_mismatch_limit_that_corrects_declares_the_anchors_it_may_need():
+    settings = ["algorithm={kind: rloo}", "training.optimizer_steps=2", "training.mismatch.action=correct"]
     config = load_config(ROOT / "configs/runs/quickstart.yaml", settings)
-    assert config.algorithm_in_disagreement.loss_signals(2) == {Signal.ANCHOR}
+    assert config.fallback_algorithm.loss_signals(2) == {Signal.ANCHOR}
     assert config.algorithm.loss_signals(2) == frozenset()
 
 
 @pytest.mark.parametrize("kind", ["tis", "topr", "decoupled_ppo"])
 def test_an_algorithm_that_corrects_stays_as_it_is(kind):
-    settings = [f"algorithm={{kind: {kind}}}", "training.agreement.action=correct"]
+    settings = [f"algorithm={{kind: {kind}}}", "training.mismatch.action=correct"]
     config = load_config(ROOT / "configs/runs/quickstart.yaml", settings)
-    assert config.algorithm_in_disagreement is config.algorithm
+    assert config.fallback_algorithm is config.algorithm
 
 
 def test_roles_that_only_learn_have_one_engine_and_that_holds_no_model(tmp_path):

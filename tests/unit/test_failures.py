@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from flows.rlvr import reason_to_stop
-from roll_core.config.operations.services import LegsConfig, RetriesConfig
+from roll_core.config.operations.legs import LegsConfig
+from roll_core.config.operations.services import RetriesConfig
 from roll_core.errors import (
     ArtifactDamaged,
     DeadlineExceeded,

@@ -4,7 +4,7 @@ import pytest
 
 from roll_core.errors import ArtifactDamaged, UserError
 from roll_core.store.object_store import object_name
-from roll_core.store.records.checkpoints import record_name
+from roll_core.store.records.checkpoints import checkpoint_record_name
 from roll_core.store.upkeep.garbage import find_garbage, longest_grace_minutes, remove
 from roll_core.types.refs import ArtifactKind
 from tests.stored_runs import StoredRuns
@@ -56,7 +56,7 @@ def test_finding_removes_nothing_and_tells_sizes(runs):
 
 def test_the_files_of_a_retired_checkpoint_go_but_for_those_that_another_names(runs):
     checkpoint = runs.checkpoint("tiny-1", 3)
-    runs.store.delete(record_name("tiny-1", checkpoint))
+    runs.store.delete(checkpoint_record_name("tiny-1", checkpoint))
     runs.make_all_old()
     assert collect(runs) == [object_name(checkpoint.files[0].artifact)]
 

@@ -13,22 +13,22 @@ from tests.support import trajectory
 REQUEST = CollectRequest(iteration=3, parent="", weights_version=2, first_problem=8, num_groups=4)
 
 
-def collected(outcomes: str | None) -> Collected:
-    """A receipt; without outcomes, as they were before any draw could be left out."""
+def collected(outcomes: str) -> Collected:
     return Collected(
         request=REQUEST,
         trajectories=ArtifactRef(digest="", kind=ArtifactKind.TRAJECTORIES, size=0),
         num_trajectories=0,
         num_failed=0,
         num_tokens=0,
-        draws=None if outcomes is None else Draws(first=8, outcomes=outcomes),
+        draws=Draws(first=8, outcomes=outcomes),
+        trace=ArtifactRef(digest="", kind=ArtifactKind.TRACE, size=0),
     )
 
 
 def test_each_draw_has_the_outcome_of_its_group():
     aborted = replace(trajectory(3, 0, None), ending=Ending.ABORTED, failure=Failure("generate", "aborted"))
     trajectories = [trajectory(0, 0, 1.0), trajectory(0, 1, None), trajectory(1, 0, 0.0), trajectory(2, 0, None), aborted]
-    draws = draws_of(collected(None), trajectories, trained_groups={0})
+    draws = draws_of(collected("tttt"), trajectories, trained_groups={0})
     assert draws == Draws(first=8, outcomes="tfxa")
     assert draws.next == 12
     assert [(draw.problem, draw.iteration, draw.outcome) for draw in draws.each(3)] == [
@@ -58,6 +58,7 @@ def chain() -> list[Manifest]:
         "config_digest": "",
         "leg": 1,
         "weights_version": 0,
+        "weights_digest": "",
         "next_problem": 0,
         "collected": None,
         "evaluated": None,

@@ -10,8 +10,7 @@ from infra.slurm.launcher import JobEnd
 from infra.slurm.node import NodeReport
 from infra.slurm.queue import FORGOTTEN, JobState
 from infra.slurm.slurm import read_end
-from roll_core.config.operations.legs import SlurmLauncherConfig
-from roll_core.config.operations.services import LegsConfig
+from roll_core.config.operations.legs import LegsConfig, SlurmLauncherConfig
 from roll_core.errors import FailureClass
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.runs import open_run

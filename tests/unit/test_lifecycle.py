@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from roll_core.config.rollout import GroupFilter, RolloutConfig
 from roll_core.rollout.filter import build_filter
-from roll_core.rollout.lifecycle import NEXT, GroupState, Lifecycle, Page, Place, Phase, StreamSpec
+from roll_core.rollout.lifecycle import NEXT, GroupState, Lifecycle, Page, Phase, Place, StreamSpec
 from roll_core.rollout.lookahead import Lookahead
 from roll_core.rollout.metrics import describe_page
 from roll_core.types.manifest import DrawOutcome

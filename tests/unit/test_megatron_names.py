@@ -21,7 +21,7 @@ from roll_core.errors import RollError
 from roll_core.models.checkpoint_names import as_checkpoint
 from roll_core.models.megatron_names import MegatronNames
 from roll_core.models.tensor_files import TensorFiles, TensorsInMemory, WriterRank, write_tensors
-from roll_core.weights.shards import TensorGatherer, Shard, TensorSlice, fill
+from roll_core.weights.shards import Shard, TensorGatherer, TensorSlice, fill
 
 SIZES = {
     "vocab_size": 10,
@@ -126,7 +126,9 @@ def test_what_is_gathered_is_what_was_read_whatever_the_size_of_buckets(bucket_b
         shard("decoder.final_layernorm.weight", (), (8,), range(8)),
     ]
     filled(QWEN3, tensors, *shards)
-    gathered = list(TensorGatherer(shards, MegatronNames(QWEN3), bucket_bytes).tensors(lambda each: each.data, torch.float32))
+    gathered = list(
+        TensorGatherer(shards, MegatronNames(QWEN3), bucket_bytes).tensors(lambda each: each.data, torch.float32)
+    )
     assert [name for name, _ in gathered] == [
         "model.layers.0.mlp.gate_proj.weight",
         "model.layers.0.mlp.up_proj.weight",

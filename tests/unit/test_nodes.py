@@ -7,10 +7,18 @@ from pathlib import Path
 import pytest
 
 from flows.cli import main
-from roll_core.config.operations.nodes import NodesConfig
+from roll_core.config.operations.legs import NodesConfig
 from roll_core.config.operations.placement import ClusterConfig
 from roll_core.errors import FailureClass, NodeUnfit, classify
-from roll_core.roles.canary import CollectiveMember, CanaryRequest, check_nodes, clock_troubles, disk_troubles, node_name, unmet
+from roll_core.roles.canary import (
+    CanaryRequest,
+    CollectiveMember,
+    check_nodes,
+    clock_troubles,
+    disk_troubles,
+    node_name,
+    unmet,
+)
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.nodes import NodeFailure, clear_failures, excluded_nodes, note_failure, read_failures
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from roll_core.config.problems import GymTask, MathVerify, SubprocessGrading, ReasoningGym, ReasoningGymProblems
+from roll_core.config.problems import GymTask, ReasoningGymProblems
+from roll_core.config.rewards import MathVerify, ReasoningGym, SubprocessGrading
 from roll_core.data.reasoning_gym import ReasoningGymSource
 from roll_core.errors import FailureClass, RewardError, UserError, classify
 from roll_core.rewards.base import Reward, build_reward

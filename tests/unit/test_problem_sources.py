@@ -9,14 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
-from roll_core.config.problems import (
-    AnswerRule,
-    Columns,
-    DatasetProblems,
-    GymTask,
-    JsonlProblems,
-    ReasoningGymProblems,
-)
+from roll_core.config.problems import AnswerRule, Columns, DatasetProblems, GymTask, JsonlProblems, ReasoningGymProblems
 from roll_core.data.dataset import DatasetSource
 from roll_core.data.file_source import extract_answer
 from roll_core.data.jsonl import JsonlSource

@@ -9,9 +9,9 @@ from roll_core.config.operations.nightly import ReferenceRun, Tolerances
 from roll_core.errors import UserError
 from roll_core.provenance import library_versions, machine_kind
 from roll_core.reporting.regression import compare, is_only_slower, judge, markdown, measure, robust_sigma, sentence
-from roll_core.types.manifest import Collected, CollectRequest, Evaluated, Manifest
+from roll_core.types.manifest import Collected, CollectRequest, Draws, Evaluated, Manifest
 from roll_core.types.refs import ArtifactKind, ArtifactRef
-from roll_core.types.regression import Measured, Origin, ComparisonOutcome, Verdict, settings_of
+from roll_core.types.regression import ComparisonOutcome, Measured, Origin, Verdict, settings_of
 from tests.support import ROOT, tiny_config
 
 TOLERANCES = Tolerances()
@@ -65,7 +65,12 @@ def test_beyond_four_sigmas_is_worse_and_on_the_good_side_better():
 def test_of_seconds_more_is_worse():
     accepted = [0.50, 0.50, 0.50, 0.50, 0.50]  # alike: the least difference, a fifth, is what is tolerated
     outcomes = {s: compare("seconds/wall", s, accepted, "", TOLERANCES).outcome for s in (0.39, 0.41, 0.59, 0.61)}
-    assert list(outcomes.values()) == [ComparisonOutcome.BETTER, ComparisonOutcome.AS_BEFORE, ComparisonOutcome.AS_BEFORE, ComparisonOutcome.WORSE]
+    assert list(outcomes.values()) == [
+        ComparisonOutcome.BETTER,
+        ComparisonOutcome.AS_BEFORE,
+        ComparisonOutcome.AS_BEFORE,
+        ComparisonOutcome.WORSE,
+    ]
     # A fifth of a stage of 30 ms is 6 ms: noise. Up to 50 ms more is tolerated.
     assert compare("seconds/publish", 0.075, [0.03] * 5, "", TOLERANCES).outcome is ComparisonOutcome.AS_BEFORE
     assert compare("seconds/publish", 0.085, [0.03] * 5, "", TOLERANCES).outcome is ComparisonOutcome.WORSE
@@ -172,7 +177,15 @@ def test_the_page_and_the_sentence_say_why():
 def manifest(iteration: int, reward: float, wall: float, accuracy: float | None) -> Manifest:
     artifact = ArtifactRef(kind=ArtifactKind.TRAJECTORIES, digest="9f86", size=1)
     request = CollectRequest(iteration=iteration, parent="", weights_version=0, first_problem=0, num_groups=1)
-    collected = Collected(request=request, trajectories=artifact, num_trajectories=1, num_failed=0, num_tokens=100)
+    collected = Collected(
+        request=request,
+        trajectories=artifact,
+        num_trajectories=1,
+        num_failed=0,
+        num_tokens=100,
+        draws=Draws(first=0, outcomes="t"),
+        trace=artifact,
+    )
     evaluated = (
         None
         if accuracy is None

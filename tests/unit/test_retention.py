@@ -12,14 +12,14 @@ from roll_core.roles.fleet import Fleet
 from roll_core.store.object_store import object_name
 from roll_core.store.records.checkpoints import (
     checkpoint_iterations,
+    checkpoint_record_name,
     checkpoints_of,
     mark_name,
-    read_records,
+    read_checkpoints,
     record_checkpoint,
-    record_name,
 )
 from roll_core.store.records.forks import refuse_without_origin
-from roll_core.store.records.runs import commit, find_run, read_chain
+from roll_core.store.records.runs import find_run, read_chain
 from roll_core.store.upkeep import retention
 from roll_core.store.upkeep.retention import Place, needed_places, retire, retired
 from roll_core.types.refs import CheckpointRef
@@ -48,7 +48,7 @@ def parent(runs) -> StoredRuns:
 
 
 def left(runs: StoredRuns, run_id: str = "tiny-1") -> list[int]:
-    return [checkpoint.iteration for checkpoint in read_records(runs.store, run_id)]
+    return [checkpoint.iteration for checkpoint in read_checkpoints(runs.store, run_id)]
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_what_was_never_evaluated_is_not_among_the_best(runs):
 
 
 def test_retired_checkpoints_go_with_their_files_but_for_those_that_others_share(parent):
-    own = {c.iteration: object_name(c.files[0].artifact) for c in read_records(parent.store, "tiny-1")}
-    shared = object_name(read_records(parent.store, "tiny-1")[0].files[1].artifact)
+    own = {c.iteration: object_name(c.files[0].artifact) for c in read_checkpoints(parent.store, "tiny-1")}
+    shared = object_name(read_checkpoints(parent.store, "tiny-1")[0].files[1].artifact)
     before = parent.objects()
     assert [each.iteration for each in retire(parent.store, "tiny-1", LAST, HOUR)] == [2, 4, 6]
     assert left(parent) == [0, 8]
@@ -113,14 +113,14 @@ def test_what_a_leg_recorded_that_lost_its_iteration_goes(parent):
     parent.checkpoint("tiny-1", 8, weights="f" * 64)
     parent.make_all_old()
     retire(parent.store, "tiny-1", CheckpointConfig(keep_last=99), HOUR)
-    assert [each.weights_digest for each in read_records(parent.store, "tiny-1") if each.iteration == 8] == [
+    assert [each.weights_digest for each in read_checkpoints(parent.store, "tiny-1") if each.iteration == 8] == [
         weights_digest("tiny-1", 8)
     ]
 
 
 def test_bytes_that_somebody_has_just_put_again_stay_though_their_record_goes(parent):
     """A fork that made the same checkpoint has its files stored, and its record not yet."""
-    again = read_records(parent.store, "tiny-1")[2].files[0].artifact
+    again = read_checkpoints(parent.store, "tiny-1")[2].files[0].artifact
     parent.store.make_young(again)
     retire(parent.store, "tiny-1", LAST, HOUR)
     assert left(parent) == [0, 8]
@@ -130,22 +130,12 @@ def test_bytes_that_somebody_has_just_put_again_stay_though_their_record_goes(pa
 def test_files_that_a_checkpoint_of_another_run_names_stay(parent):
     other = parent.open(name="other")
     parent.commit(other, 4)
-    theirs = read_records(parent.store, "tiny-1")[2].model_copy(update={"weights_digest": weights_digest(other, 4)})
+    theirs = read_checkpoints(parent.store, "tiny-1")[2].model_copy(update={"weights_digest": weights_digest(other, 4)})
     record_checkpoint(parent.store, other, theirs)
     parent.make_all_old()
     retire(parent.store, "tiny-1", LAST, HOUR)
     assert left(parent) == [0, 8]
     assert {object_name(file.artifact) for file in theirs.files} <= parent.objects()
-
-
-def test_files_that_a_manifest_of_version_0_1_0_names_stay(parent):
-    old = parent.open(name="old")
-    named = read_records(parent.store, "tiny-1")[2]
-    chain = read_chain(parent.store, "tiny-1")
-    commit(parent.store, chain[0].model_copy(update={"run_id": old, "checkpoint": named}))
-    parent.make_all_old()
-    retire(parent.store, "tiny-1", LAST, HOUR)
-    assert {object_name(file.artifact) for file in named.files} <= parent.objects()
 
 
 def test_where_a_fork_left_and_who_teaches_stays(parent):
@@ -196,7 +186,7 @@ def test_a_fork_that_finds_the_mark_once_it_is_opened_is_refused_and_leaves_noth
     """Its preflight was before the mark."""
     config = tiny_config(tmp_path, iterations=9, name="child", forked_from={"run_id": "tiny-1", "iteration": 4})
     check_origins(config)
-    parent.store.create(mark_name("tiny-1", read_records(parent.store, "tiny-1")[2]), b"")
+    parent.store.create(mark_name("tiny-1", read_checkpoints(parent.store, "tiny-1")[2]), b"")
     with pytest.raises(UserError, match=r"tiny-1 has no checkpoint of iteration 4; it has \[0, 2, 6, 8\]"):
         _claim(parent.store, config)
     assert list(parent.store.list("runs/child-1")) == []
@@ -205,7 +195,7 @@ def test_a_fork_that_finds_the_mark_once_it_is_opened_is_refused_and_leaves_noth
 
 def test_the_mark_of_one_that_was_killed_is_taken_away_or_acted_on(parent):
     """Before its fork was opened it marked 4, which is now needed, and 6."""
-    records = read_records(parent.store, "tiny-1")
+    records = read_checkpoints(parent.store, "tiny-1")
     parent.open(name="child", forked_from={"run_id": "tiny-1", "iteration": 4})
     for record in records[2:4]:
         parent.store.create(mark_name("tiny-1", record), b"")
@@ -242,7 +232,7 @@ def test_of_forks_opened_while_checkpoints_go_each_keeps_its_own_or_is_refused(p
         thread.join()
     assert set(left(parent)) == {0, 2, 4, 6, 8} - {each.iteration for each in went}
     assert {0, 8, *opened} <= set(left(parent))
-    for checkpoint in read_records(parent.store, "tiny-1"):
+    for checkpoint in read_checkpoints(parent.store, "tiny-1"):
         for file in checkpoint.files:
             parent.store.get(file.artifact)
 
@@ -271,7 +261,7 @@ def test_a_fork_whose_origin_is_gone_all_the_same_stops_with_a_sentence(parent):
     child = parent.open(name="child", forked_from={"run_id": "tiny-1", "iteration": 4})
     chain, origin = read_chain(parent.store, child), ForkedFrom(run_id="tiny-1", iteration=4)
     refuse_without_origin(parent.store, chain, origin)
-    parent.store.delete(record_name("tiny-1", read_records(parent.store, "tiny-1")[2]))
+    parent.store.delete(checkpoint_record_name("tiny-1", read_checkpoints(parent.store, "tiny-1")[2]))
     with pytest.raises(ArtifactDamaged, match="forked_from.iteration: the checkpoint of tiny-1@4 is no longer in"):
         refuse_without_origin(parent.store, chain, origin)
     parent.commit(child, 5)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from roll_core.config.rollout import Requests, RolloutConfig
+from roll_core.config.rollout import RolloutConfig
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.rollout.router import Completed, DeadRoles, RolloutEvent, Router
 from roll_core.types.trajectory import Ending
@@ -51,12 +51,6 @@ def test_a_group_leaves_an_engine_that_is_well_behind():
     assert routed(two, group=0, count=5) == ["a", "a", "a", "b", "b"]
 
 
-def test_a_group_that_is_asked_for_as_one_stays_together():
-    two = router("a", "b", slots=8, requests=Requests.GROUPED)
-    assert routed(two, group=0, count=12) == ["a"] * 12
-    assert routed(two, group=1, count=2) == ["b"] * 2
-
-
 def test_engines_get_no_more_than_they_have_room_for():
     one = router("a", slots=4)
     assert routed(one, group=0, count=6) == ["a"] * 5 + [None]
@@ -79,35 +73,22 @@ def test_an_engine_that_was_withdrawn_gets_nothing_until_it_is_given_back():
     assert routed(two, group=1, count=1) == ["a"]
 
 
-def test_a_whole_group_does_not_stay_with_an_engine_that_was_withdrawn():
-    two = router("a", "b", requests=Requests.GROUPED)
-    assert routed(two, group=0, count=1) == ["a"]
-    two.withdraw(["a"])
-    assert routed(two, group=0, count=2, first=1) == ["b"] * 2
-    two.withdraw(["b"])
-    assert routed(two, group=0, count=1, first=3) == [None]
+def test_attempts_come_back_as_they_finish():
+    async def told() -> list[list[str]]:
+        engine, events = OnDemand("a"), []
 
+        def tell(event: RolloutEvent) -> None:
+            assert isinstance(event, Completed)
+            events.append([completion.request_id for completion in event.completions])
 
-def test_whole_groups_come_back_when_their_last_is_done_and_single_attempts_at_once():
-    def told(requests: Requests) -> list[list[str]]:
-        async def run() -> list[list[str]]:
-            engine, events = OnDemand("a"), []
+        one = Router([engine], RolloutConfig(), DeadRoles(), tell)
+        for group, number in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            one.assign(group, request(group, number))
+        one.send()
+        for request_id in ("1/1", "0/1", "1/0", "0/0"):
+            engine.ended.put_nowait(Completion(request_id, (1,), (0.0,), (0,), Ending.STOP))
+        while not one.is_quiet(["a"]):
+            await asyncio.sleep(0)
+        return events
 
-            def tell(event: RolloutEvent) -> None:
-                assert isinstance(event, Completed)
-                events.append([completion.request_id for completion in event.completions])
-
-            one = Router([engine], RolloutConfig(requests=requests), DeadRoles(), tell)
-            for group, number in ((0, 0), (0, 1), (1, 0), (1, 1)):
-                one.assign(group, request(group, number))
-            one.send()
-            for request_id in ("1/1", "0/1", "1/0", "0/0"):
-                engine.ended.put_nowait(Completion(request_id, (1,), (0.0,), (0,), Ending.STOP))
-            while not one.is_quiet(["a"]):
-                await asyncio.sleep(0)
-            return events
-
-        return asyncio.run(run())
-
-    assert told(Requests.SINGLE) == [["1/1"], ["0/1"], ["1/0"], ["0/0"]]
-    assert told(Requests.GROUPED) == [["1/1", "1/0"], ["0/1", "0/0"]]
+    assert asyncio.run(told()) == [["1/1"], ["0/1"], ["1/0"], ["0/0"]]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from roll_core.config.rollout import GroupFilter, InFlightPolicy, Requests, RolloutConfig
+from roll_core.config.rollout import GroupFilter, InFlightPolicy, RolloutConfig
 from roll_core.errors import RewardUnavailable, RoleDied, RollError
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.rollout.lifecycle import Place
@@ -41,7 +41,6 @@ class Schedule:
     num_iterations: int
     async_ratio: float
     in_flight: InFlightPolicy
-    requests: Requests
     pauses: bool
     num_groups: int
     group_size: int
@@ -71,7 +70,6 @@ class Schedule:
             redundant_attempts=self.redundant_attempts,
             async_ratio=self.async_ratio,
             in_flight=self.in_flight,
-            requests=self.requests,
         )
 
     @property
@@ -87,7 +85,6 @@ SCHEDULE = st.builds(
     num_iterations=st.integers(1, 4),
     async_ratio=st.sampled_from([0.0, 0.0, 0.5, 1.0, 2.0, 3.0]),
     in_flight=st.sampled_from(list(InFlightPolicy)),
-    requests=st.sampled_from([Requests.SINGLE, Requests.SINGLE, Requests.GROUPED]),
     pauses=st.booleans(),
     num_groups=st.integers(1, 5),
     group_size=st.integers(1, 4),

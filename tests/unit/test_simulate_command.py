@@ -15,11 +15,13 @@ from roll_core.simulation.workload import SampledWorkload
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.runs import commit, open_run, read_chain
 from roll_core.store.records.traces import encode_trace
-from roll_core.types.manifest import NO_PARENT, Collected, CollectRequest, Manifest
+from roll_core.types.manifest import NO_PARENT, Collected, CollectRequest, Draws, Manifest
 from roll_core.types.refs import ArtifactKind, record_digest
 from tests.support import tiny_config
 
-MODELS = MachineModels(EngineModel(0.2, 0.1), GraderModel((0.05, 0.07)), TrainerModel(1, Cost(1.0), Cost(2.0), 0.5, 0.0, 0.0, 0.3))
+MODELS = MachineModels(
+    EngineModel(0.2, 0.1), GraderModel((0.05, 0.07)), TrainerModel(1, Cost(1.0), Cost(2.0), 0.5, 0.0, 0.0, 0.3)
+)
 
 
 def store_simulated(store: ObjectStore, config: RunConfig, prediction: Prediction) -> str:
@@ -46,6 +48,7 @@ def store_simulated(store: ObjectStore, config: RunConfig, prediction: Predictio
                 num_trajectories=len(attempts),
                 num_failed=0,
                 num_tokens=sum(trace.num_tokens for trace in attempts),
+                draws=Draws(first=0, outcomes="tttt"),
                 trace=store.put(encode_trace(attempts), ArtifactKind.TRACE),
             )
         manifest = Manifest(
@@ -55,6 +58,7 @@ def store_simulated(store: ObjectStore, config: RunConfig, prediction: Predictio
             config_digest="",
             leg=1,
             weights_version=iteration,
+            weights_digest="",
             next_problem=0,
             collected=collected,
             evaluated=None,

@@ -8,8 +8,9 @@ import torch
 
 from roll_core.errors import ArtifactDamaged
 from roll_core.store.object_store import ObjectStore, object_name
-from roll_core.store.records.weights import record_name, recorded_weights, retire_weights
+from roll_core.store.records.weights import recorded_weights, weights_record_name
 from roll_core.store.upkeep.garbage import find_garbage, remove
+from roll_core.store.upkeep.retention import retire_weights
 from roll_core.types.refs import WeightsRef
 from roll_core.weights.buckets import unpack
 from roll_core.weights.checks import Watch
@@ -142,8 +143,10 @@ def test_differences_to_another_version_are_noticed_and_the_bucket_is_named(runs
 def test_a_record_that_a_version_is_made_of_and_that_is_gone_is_named(runs):
     writes = writer(runs.store, full_every=9)
     first, second = writes.write(0, policy(0)), writes.write(1, policy(1))
-    runs.store.delete(record_name(first))
-    with pytest.raises(ArtifactDamaged, match=f"{record_name(first)}, which weights version 1 is made of, is missing"):
+    runs.store.delete(weights_record_name(first))
+    with pytest.raises(
+        ArtifactDamaged, match=f"{weights_record_name(first)}, which weights version 1 is made of, is missing"
+    ):
         WeightsReader(runs.store).fetch(second)
 
 

@@ -5,7 +5,7 @@ import io
 import pyarrow.parquet as pq
 
 from roll_core.store.records.traces import decode_trace, encode_trace
-from roll_core.types.manifest import Collected, CollectRequest, Manifest
+from roll_core.types.manifest import Collected, CollectRequest, Draws, Manifest
 from roll_core.types.refs import ArtifactKind, ArtifactRef
 from roll_core.types.trace import AttemptTrace, Fate, Span
 
@@ -32,28 +32,32 @@ def test_a_trace_survives_parquet_and_gives_the_same_bytes_again():
     assert pq.read_table(io.BytesIO(data)).column("fate").to_pylist() == ["trained", "aborted"]
 
 
-def test_a_manifest_names_its_trace_where_it_has_one():
-    def manifest(trace: ArtifactRef | None) -> Manifest:
-        request = CollectRequest(iteration=1, parent="", weights_version=0, first_problem=0, num_groups=1)
-        collected = Collected(
-            request=request, trajectories=rollouts, num_trajectories=1, num_failed=0, num_tokens=5, trace=trace
-        )
-        return Manifest(
-            run_id="tiny-1",
-            iteration=1,
-            parent="",
-            config_digest="",
-            leg=1,
-            weights_version=1,
-            next_problem=1,
-            collected=collected,
-            evaluated=None,
-            metrics={},
-            timings={},
-            committed_at="",
-        )
-
+def test_a_manifest_names_its_rollouts_and_their_trace():
     rollouts = ArtifactRef(kind=ArtifactKind.TRAJECTORIES, digest="a1", size=1)
     trace = ArtifactRef(kind=ArtifactKind.TRACE, digest="b2", size=2)
-    assert manifest(None).artifacts == [rollouts]
-    assert manifest(trace).artifacts == [rollouts, trace]
+    collected = Collected(
+        request=CollectRequest(iteration=1, parent="", weights_version=0, first_problem=0, num_groups=1),
+        trajectories=rollouts,
+        num_trajectories=1,
+        num_failed=0,
+        num_tokens=5,
+        draws=Draws(first=0, outcomes="t"),
+        trace=trace,
+    )
+    manifest = Manifest(
+        run_id="tiny-1",
+        iteration=1,
+        parent="",
+        config_digest="",
+        leg=1,
+        weights_version=1,
+        weights_digest="",
+        next_problem=1,
+        collected=collected,
+        evaluated=None,
+        metrics={},
+        timings={},
+        committed_at="",
+    )
+    assert manifest.artifacts == [rollouts, trace]
+    assert manifest.model_copy(update={"collected": None}).artifacts == []

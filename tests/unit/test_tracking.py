@@ -17,7 +17,6 @@ from roll_core.config.operations.services import TrackingConfig
 from roll_core.tracking.spool import (
     ArtifactLogged,
     Destination,
-    TrackingEvent,
     MetricsLogged,
     ParamsLogged,
     RunEnded,
@@ -25,6 +24,7 @@ from roll_core.tracking.spool import (
     Spool,
     SpoolWriter,
     TagsSet,
+    TrackingEvent,
 )
 from roll_core.tracking.tracker import Tracker
 from roll_core.types.refs import RunRef

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_core.config.training.training import Decay, OptimizerConfig
+from roll_core.config.optimizer import Decay, OptimizerConfig
 from roll_core.inference.randomness import uniforms
 from roll_core.training.schedule import learning_rate_at
 from roll_core.weights.buckets import pack, unpack

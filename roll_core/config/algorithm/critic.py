@@ -3,7 +3,7 @@
 from pydantic import NonNegativeInt, PositiveFloat
 
 from roll_core.config.base import Section
-from roll_core.config.training.training import OptimizerConfig
+from roll_core.config.optimizer import OptimizerConfig
 
 
 class CriticOptimizer(OptimizerConfig):

@@ -1,8 +1,8 @@
-"""How legs get machines: a process on this one, or an allocation of a SLURM cluster."""
+"""Legs: how they get machines (a local process or a SLURM allocation), how often they may fail, and which nodes they avoid."""
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from roll_core.config.base import Section
 
@@ -67,3 +67,42 @@ class ElasticConfig(Section):
 
 
 LauncherConfig = Annotated[LocalLauncherConfig | SlurmLauncherConfig, Field(discriminator="kind")]
+
+
+class LegsConfig(Section):
+    launcher: LauncherConfig = LocalLauncherConfig()
+    """Where legs run."""
+    max_failures: NonNegativeInt = 2
+    """Legs in a row that may fail, run out of memory or run out of time without committing an iteration before the run gives
+    up."""
+    max_interruptions: NonNegativeInt = 20
+    """The same for legs that were preempted or lost a machine, which says less about the run."""
+    time_limit_minutes: PositiveInt = 7 * 24 * 60
+    """Longest life of one leg; it stops by itself in time to commit, and the next one goes on."""
+    elastic: ElasticConfig | None = None
+    """Preemptible nodes with engines, beside those of the leg; null: none."""
+
+    @model_validator(mode="after")
+    def _elastic_nodes_are_slurms(self):
+        if self.elastic is not None and not isinstance(self.launcher, SlurmLauncherConfig):
+            raise ValueError(
+                f"elastic asks for nodes of a SLURM cluster, but launcher.kind is {self.launcher.kind}: set it to slurm, "
+                "or leave elastic out"
+            )
+        return self
+
+
+class NodesConfig(Section):
+    failures: PositiveInt = 2
+    """A node with so many infrastructure failures within `window_hours`, of whichever runs, gets no further legs. One may be
+    anybody's; a second within a day is seldom chance."""
+    window_hours: PositiveFloat = 24.0
+    """How long a failure counts against its node."""
+    free_gigabytes: PositiveFloat = 1.0
+    """Room that a node must have in its temporary folder and in work_dir before roles start."""
+    clock_seconds: PositiveFloat = 30.0
+    """How far a node's clock may be off that of the leg's driver. S3 refuses requests that are off by 15 minutes, and what
+    happened when is told by the clocks of several nodes."""
+    canary_seconds: PositiveFloat = 60.0
+    """Within which all nodes must have answered what they are asked before roles start. The first import of torch from a
+    shared disk is most of it."""

@@ -1,9 +1,8 @@
-"""What surrounds a run: store, tracking, legs, deadlines, retries."""
+"""Services around a run: store, tracking, deadlines, retries, evaluation, checkpoints."""
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from roll_core.config.base import Section
-from roll_core.config.operations.legs import ElasticConfig, LauncherConfig, LocalLauncherConfig, SlurmLauncherConfig
 
 RETRY_SECONDS = 300.0
 """Also for whoever has the address of a store and no config yet."""
@@ -34,29 +33,6 @@ class TrackingConfig(Section):
     """Trajectories of an evaluation kept as a readable MLflow artifact."""
     drain_seconds: PositiveFloat = 30.0
     """How long the end of a leg waits for metrics still in the spool; what is left is uploaded by the next leg."""
-
-
-class LegsConfig(Section):
-    launcher: LauncherConfig = LocalLauncherConfig()
-    """Where legs run."""
-    max_failures: NonNegativeInt = 2
-    """Legs in a row that may fail, run out of memory or run out of time without committing an iteration before the run gives
-    up."""
-    max_interruptions: NonNegativeInt = 20
-    """The same for legs that were preempted or lost a machine, which says less about the run."""
-    time_limit_minutes: PositiveInt = 7 * 24 * 60
-    """Longest life of one leg; it stops by itself in time to commit, and the next one goes on."""
-    elastic: ElasticConfig | None = None
-    """Preemptible nodes with engines, beside those of the leg; null: none."""
-
-    @model_validator(mode="after")
-    def _elastic_nodes_are_slurms(self):
-        if self.elastic is not None and not isinstance(self.launcher, SlurmLauncherConfig):
-            raise ValueError(
-                f"elastic asks for nodes of a SLURM cluster, but launcher.kind is {self.launcher.kind}: set it to slurm, "
-                "or leave elastic out"
-            )
-        return self
 
 
 class DeadlinesConfig(Section):

@@ -48,7 +48,7 @@ class MismatchConfig(Section):
             value = metrics.get(f"{MISMATCH}{quantity}")
             if limit is not None and value is not None and value > limit:
                 return (
-                    f"{MISMATCH}{quantity} is {value:.4g}, above training.agreement.max_{quantity} ({limit:g}): "
+                    f"{MISMATCH}{quantity} is {value:.4g}, above training.mismatch.max_{quantity} ({limit:g}): "
                     "engines and trainer give different logprobs to tokens of the same weights; check the precision of "
                     "both, that engines sample at rollout.temperature, and that they hold the weights that were published"
                 )

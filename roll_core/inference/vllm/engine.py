@@ -24,7 +24,7 @@ from roll_core.config.inference import VllmInference
 from roll_core.config.model import ModelConfig, PretrainedModel, ScratchModel
 from roll_core.config.rollout import InFlightPolicy
 from roll_core.errors import EngineDied, WrongWeights
-from roll_core.inference.completions import InFlightCompletion, refuse_what_cannot_be
+from roll_core.inference.completions import InFlightCompletion, check_request
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.vllm.support import PLACE, SEED, check_version
 from roll_core.models.causal_lm import model_config
@@ -104,7 +104,7 @@ class VllmEngine:
         self._draws_by_position = self._llm.vllm_config.use_v2_model_runner
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        refuse_what_cannot_be(request, self._max_tokens, self._vocabulary)
+        check_request(request, self._max_tokens, self._vocabulary)
         sequence = _Sequence(request, asyncio.get_running_loop().create_future())
         self._waiting.append(sequence)
         self._fill_slots()

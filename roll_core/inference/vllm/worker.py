@@ -8,7 +8,6 @@ matrices shows when it is done to numbers that name their places.
 Shapes: B sequences, V vocabulary, C columns, E experts, I input features, O output features, P places in a matrix.
 """
 
-import ctypes
 import os
 import pickle
 import select
@@ -36,6 +35,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from roll_core.host import end_with_parent
 from roll_core.inference.sampling import draw
 from roll_core.inference.vllm.replayed_load import ReplayedLoad
 from roll_core.inference.vllm.support import PLACE, SEED
@@ -43,9 +43,6 @@ from roll_core.models.checkpoint_names import expert_of
 from roll_core.weights.broadcast import Receiver
 from roll_core.weights.buckets import FlatLayout, cut, open_handle
 from roll_core.weights.checks import WeightsSample
-
-PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl: the signal that a process gets when its parent ends."""
 
 
 class WorkerExtension:
@@ -63,7 +60,7 @@ class WorkerExtension:
     def roll_begin(self, role: int) -> bool:
         """Once, before the first request. `role` is the process that started all this. Answers whether weights can be loaded
         without `roll_begin_weights`."""
-        _end_with_parent()
+        end_with_parent(signal.SIGKILL)  # also where vLLM hangs: it would keep its memory
         if os.getppid() != role:  # one of several workers: their parent is vLLM's, which does not see that the role is gone
             threading.Thread(target=_end_with, args=(role,), daemon=True).start()
         model = self.model_runner.model
@@ -154,11 +151,6 @@ class _SeededSampler(nn.Module):
 def _unpickle_layout(layout: bytes) -> FlatLayout:
     """Which is one of few that come again and again."""
     return FlatLayout(*pickle.loads(layout))
-
-
-def _end_with_parent() -> None:
-    """vLLM's process outlives a parent that was killed, and would keep its memory. The kernel ends it, also if it hangs."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end_with(process: int) -> None:

@@ -96,7 +96,7 @@ class S3Medium:
         return [name for name in names if name]  # some servers list an emptied folder as its own content
 
     def list_below(self, folder: str) -> Iterator[ListedObject]:
-        page: dict[str, Any] = {"S3Medium": self._bucket, "Prefix": self._key(f"{folder}/")}
+        page: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._key(f"{folder}/")}
         root = len(self._key(""))
         while True:
             answer = self._ask(partial(_call, "list_objects_v2", page))
@@ -236,15 +236,16 @@ class S3Medium:
                 )
             case 412, _:
                 return AlreadyExists()
-        if isinstance(error, FileNotFoundError):
-            return error
-        return StoreRefused(
-            f"store.uri: {self._uri} refuses the request ({_reason(error)}): check the credentials, their rights and the "
-            "endpoint (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, or the profile they come from)"
-        )
+            case _ if isinstance(error, FileNotFoundError):
+                return error
+            case _:
+                return StoreRefused(
+                    f"store.uri: {self._uri} refuses the request ({_reason(error)}): check the credentials, their rights and "
+                    "the endpoint (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, or the profile they come from)"
+                )
 
     def _target(self, name: str) -> dict[str, str]:
-        return {"S3Medium": self._bucket, "Key": self._key(name)}
+        return {"Bucket": self._bucket, "Key": self._key(name)}
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name

@@ -6,20 +6,17 @@ As with checkpoints, the digest of the weights says whether a record is of the p
 """
 
 from roll_core.errors import UserError
-from roll_core.store.object_store import AlreadyExists, ObjectStore
+from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.checkpoints import checkpoints_of
 from roll_core.store.records.runs import read_chain
-from roll_core.store.records.sealed import create_sealed, read_record
+from roll_core.store.records.sealed import create_record, read_record
 from roll_core.types.manifest import Manifest
-from roll_core.types.refs import ExportRef, record_json
+from roll_core.types.refs import ExportRef
 
 
 def record_export(store: ObjectStore, run_id: str, export: ExportRef) -> None:
-    """Make an export be one. If a leg before this one has made the same, that stands."""
-    try:
-        create_sealed(store, _record_name(run_id, export.iteration, export.weights_digest), record_json(export, indent=1))
-    except AlreadyExists:
-        return
+    """Record a stored export, which makes it visible. A record that an earlier leg created stands."""
+    create_record(store, _record_name(run_id, export.iteration, export.weights_digest), export)
 
 
 def find_export(store: ObjectStore, manifest: Manifest) -> ExportRef | None:

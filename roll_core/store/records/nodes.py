@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from urllib.parse import quote, unquote
 
-from roll_core.config.operations.nodes import NodesConfig
+from roll_core.config.operations.legs import NodesConfig
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.sealed import create_sealed, read_record
 from roll_core.types.refs import Record, record_json

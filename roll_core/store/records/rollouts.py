@@ -67,8 +67,8 @@ def decode_trajectories(data: bytes) -> list[Trajectory]:
                     sampler_logprobs=tuple(turn["sampler_logprobs"]),
                     weights_versions=tuple(turn["weights_versions"]),
                     text=turn["text"],
-                    reward=turn.get("reward", 0.0),  # rollouts written before turns were paid have none
-                    experts=RoutedExperts(**turn["experts"]) if turn.get("experts") else None,  # nor did all record these
+                    reward=turn["reward"],
+                    experts=RoutedExperts(**turn["experts"]) if turn["experts"] else None,
                 )
                 for turn in row["turns"]
             ),

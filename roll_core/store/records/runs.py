@@ -12,7 +12,7 @@ from roll_core.store.media.medium import in_order
 from roll_core.store.object_store import AlreadyExists, ObjectStore
 from roll_core.store.records.sealed import create_sealed, read_record, read_sealed
 from roll_core.types.manifest import NO_PARENT, Manifest
-from roll_core.types.refs import RunRef, digest_of, record_digest, record_json
+from roll_core.types.refs import Record, RunRef, digest_of, record_digest, record_json
 
 MANIFESTS_IN_FLIGHT = 16
 """Read at once: a thousand one after the other would take a store that answers in 20 ms 20 s."""
@@ -74,7 +74,7 @@ def read_config(run: RunRef) -> RunConfig:
         raise ArtifactDamaged(f"store: {name} is missing from {run.store_uri}: restore it from a copy") from None
     if digest_of(config_json) != run.config_digest:
         raise ArtifactDamaged(f"store: {name} in {run.store_uri} is not the config this run was opened with")
-    return validate_config(_in_todays_words(json.loads(config_json)), name)
+    return validate_config(json.loads(config_json), name)
 
 
 def stored_config(store: ObjectStore, run_id: str) -> dict[str, Any]:
@@ -86,18 +86,6 @@ def stored_config(store: ObjectStore, run_id: str) -> dict[str, Any]:
         if not list(store.list(f"runs/{run_id}/iterations")):
             return {}
         raise ArtifactDamaged(f"store: {_config_name(run_id)} is missing from {store.uri}: restore it from a copy") from None
-
-
-def _in_todays_words(config: dict[str, Any]) -> dict[str, Any]:
-    """Configs stored by version 0.1.0 say `algorithm.kl_coefficient` and `legs.launcher: local`."""
-    algorithm = dict(config.get("algorithm", {}))
-    coefficient = algorithm.pop("kl_coefficient", 0.0)
-    if coefficient:
-        algorithm["kl_loss"] = {"coefficient": coefficient}
-    legs = dict(config.get("legs", {}))
-    if legs.get("launcher") == "local":
-        legs["launcher"] = {"kind": "local"}
-    return config | {"algorithm": algorithm, "legs": legs}
 
 
 def commit(store: ObjectStore, manifest: Manifest) -> None:
@@ -162,6 +150,31 @@ def refuse_unless_learned(chain: list[Manifest], run_id: str, iteration: int) ->
     last = chain[-1].iteration if chain else 0
     if not 1 <= iteration <= last:
         raise UserError(f"RUN@ITERATION: {run_id} has iterations 1 to {last} to replay, not {iteration}")
+
+
+class RunSummary(Record):
+    """Example: RunSummary(run_id="quickstart-3", iterations=40, curve=((0, 0.01), (20, 0.88), (40, 0.97)))"""
+
+    run_id: str
+    iterations: int
+    curve: tuple[tuple[int, float], ...]
+    """(iteration, held-out accuracy) of every evaluation."""
+
+    @property
+    def sentence(self) -> str:
+        return f"held-out accuracy {self.curve[0][1]:.2f} -> {self.curve[-1][1]:.2f} in {self.iterations} iterations"
+
+
+def summary_of(run_id: str, chain: list[Manifest]) -> RunSummary:
+    curve = tuple((m.iteration, m.evaluated.accuracy) for m in chain if m.evaluated is not None)
+    return RunSummary(run_id=run_id, iterations=chain[-1].iteration if chain else 0, curve=curve)
+
+
+def summary_of_finished(run: RunRef) -> RunSummary | None:
+    """What a run achieved, if it came to its last iteration."""
+    chain = read_chain(store_of(run), run.run_id)
+    is_finished = bool(chain) and chain[-1].iteration == read_config(run).iterations
+    return summary_of(run.run_id, chain) if is_finished else None
 
 
 def _ref(store: ObjectStore, run_id: str, config_json: bytes) -> RunRef:

@@ -7,17 +7,12 @@ the newest stays until the run is done. What is in the objects is the business o
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 from roll_core.errors import ArtifactDamaged
-from roll_core.store.media.medium import in_order
-from roll_core.store.object_store import AlreadyExists, ObjectStore, object_name
-from roll_core.store.records.sealed import create_sealed, read_record
-from roll_core.store.upkeep.retention import free
+from roll_core.store.object_store import AlreadyExists, ObjectStore
+from roll_core.store.records.sealed import create_sealed, read_record, read_records
 from roll_core.types.refs import WeightsRef, record_digest, record_json
-
-RECORDS_IN_FLIGHT = 16
 
 
 class RecordedWeights(NamedTuple):
@@ -30,7 +25,7 @@ class RecordedWeights(NamedTuple):
 
 def record_weights(store: ObjectStore, weights: WeightsRef) -> None:
     """Make stored buckets be a version. One that an earlier leg has recorded is recorded again, to be young."""
-    name, content = record_name(weights), record_json(weights, indent=1)
+    name, content = weights_record_name(weights), record_json(weights, indent=1)
     try:
         create_sealed(store, name, content)
     except AlreadyExists:
@@ -52,11 +47,11 @@ def read_base(store: ObjectStore, weights: WeightsRef) -> WeightsRef:
 def recorded_weights(store: ObjectStore, run_id: str) -> list[RecordedWeights]:
     """Every version a run's legs recorded and that was not retired, the youngest first."""
     found = sorted(store.list_below(f"runs/{run_id}/weights"), key=lambda stored: stored.age_seconds)
-    records = in_order(partial(_read_if_there, store), [stored.name for stored in found], RECORDS_IN_FLIGHT)
+    records = read_records(store, [stored.name for stored in found], WeightsRef)
     return [RecordedWeights(s.name, s.age_seconds, weights) for s, weights in zip(found, records, strict=True) if weights]
 
 
-def in_use(recorded: Sequence[RecordedWeights], young_seconds: float, at_least: int) -> list[RecordedWeights]:
+def weights_in_use(recorded: Sequence[RecordedWeights], young_seconds: float, at_least: int) -> list[RecordedWeights]:
     """Those that engines may read: all that are young, at least so many of the youngest, and what they are made of."""
     by_name = {each.name: each for each in recorded}
     needed: dict[str, RecordedWeights] = {}
@@ -68,32 +63,6 @@ def in_use(recorded: Sequence[RecordedWeights], young_seconds: float, at_least: 
     return list(needed.values())
 
 
-def retire_weights(store: ObjectStore, run_id: str, grace_seconds: float) -> list[str]:
-    """Remove versions that no engine needs any more, with the objects no other weights are made of; which they were."""
-    recorded = recorded_weights(store, run_id)
-    staying = {each.name for each in in_use(recorded, grace_seconds, at_least=1)}
-    going = [each for each in recorded if each.name not in staying]
-    for each in going:  # the youngest first: none is left without its base
-        store.delete(each.name)
-    # The bytes of weights are nobody's but other weights': a fork's first are its parent's.
-    named = {
-        object_name(artifact)
-        for other in store.list("runs")
-        for each in recorded_weights(store, other)
-        for artifact in each.weights.artifacts
-    }
-    free(store, {object_name(artifact) for each in going for artifact in each.weights.artifacts} - named, grace_seconds)
-    return [each.name for each in going]
-
-
-def record_name(weights: WeightsRef) -> str:
+def weights_record_name(weights: WeightsRef) -> str:
     """By what is in it, so that the same version stored whole and as a difference are two."""
     return f"runs/{weights.run_id}/weights/{weights.version:08d}-{record_digest(weights)[:12]}.json"
-
-
-def _read_if_there(store: ObjectStore, name: str) -> WeightsRef | None:
-    """A record may be retired between being listed and being read."""
-    try:
-        return read_record(store, name, WeightsRef)
-    except FileNotFoundError:
-        return None

@@ -11,10 +11,10 @@ from roll_core.config.operations.services import GRACE_MINUTES
 from roll_core.errors import UserError
 from roll_core.store.media.medium import ListedObject, in_order
 from roll_core.store.object_store import ObjectStore, object_name
-from roll_core.store.records.checkpoints import read_records
+from roll_core.store.records.checkpoints import read_checkpoints
 from roll_core.store.records.exports import read_exports
 from roll_core.store.records.runs import read_chain, stored_config
-from roll_core.store.records.weights import in_use, recorded_weights
+from roll_core.store.records.weights import recorded_weights, weights_in_use
 
 DELETES_IN_FLIGHT = 16
 
@@ -60,11 +60,10 @@ def _needed_by(store: ObjectStore, run_id: str, young_seconds: float) -> Iterato
     files = [file for export in read_exports(store, run_id) for file in export.files]
     for manifest in manifests:
         yield from map(object_name, manifest.artifacts)
-        files += manifest.checkpoint.files if manifest.checkpoint is not None else ()
-    for checkpoint in read_records(store, run_id):
+    for checkpoint in read_checkpoints(store, run_id):
         files += checkpoint.files
     yield from (object_name(file.artifact) for file in files)
     is_done = bool(manifests) and manifests[-1].iteration >= config["iterations"]
-    for weights in in_use(recorded_weights(store, run_id), young_seconds, at_least=0 if is_done else 1):
+    for weights in weights_in_use(recorded_weights(store, run_id), young_seconds, at_least=0 if is_done else 1):
         yield weights.name
         yield from map(object_name, weights.weights.artifacts)

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from roll_core.config.operations.services import CheckpointConfig
 from roll_core.store.media.medium import in_order
 from roll_core.store.object_store import AlreadyExists, ObjectStore, object_name
-from roll_core.store.records.checkpoints import checkpoints_of, mark_name, named_checkpoints, read_records, record_name
+from roll_core.store.records.checkpoints import checkpoint_record_name, checkpoints_of, mark_name, read_checkpoints
 from roll_core.store.records.exports import read_exports
 from roll_core.store.records.runs import MANIFESTS_IN_FLIGHT, read_chain, stored_config
+from roll_core.store.records.weights import recorded_weights, weights_in_use
 from roll_core.types.manifest import Manifest
 from roll_core.types.refs import CheckpointFile, CheckpointRef
 
@@ -56,7 +57,7 @@ def retire(store: ObjectStore, run_id: str, policy: CheckpointConfig, grace_seco
     needed = needed_places(store)
     gone = [checkpoint for checkpoint in going if Place(run_id, checkpoint.iteration) not in needed]
     for checkpoint in gone:
-        store.delete(record_name(run_id, checkpoint))
+        store.delete(checkpoint_record_name(run_id, checkpoint))
     needed_files = {object_name(file.artifact) for file in _all_files(store)}
     free(store, {object_name(f.artifact) for checkpoint in gone for f in checkpoint.files} - needed_files, grace_seconds)
     for mark in sorted(marks):
@@ -76,14 +77,14 @@ def _going(store: ObjectStore, run_id: str, policy: CheckpointConfig, grace_seco
     ages = {stored.name: stored.age_seconds for stored in store.list_below(f"runs/{run_id}/checkpoints")}
     needed = {place.iteration for place in needed_places(store) if place.run_id == run_id}
     going = retired(checkpoints_of(store, chain), chain, policy, needed) + _strays(store, run_id, chain)
-    # Those of an ancestor, and those that manifests of version 0.1.0 name, have no record here.
-    return [checkpoint for checkpoint in going if ages.get(record_name(run_id, checkpoint), -1.0) >= grace_seconds]
+    # An ancestor's checkpoints have no record here.
+    return [each for each in going if ages.get(checkpoint_record_name(run_id, each), -1.0) >= grace_seconds]
 
 
 def _strays(store: ObjectStore, run_id: str, chain: Sequence[Manifest]) -> list[CheckpointRef]:
     """What legs recorded that lost their iteration to another leg: nobody will ever load them."""
     committed = {manifest.iteration: manifest.weights_digest for manifest in chain}
-    records = read_records(store, run_id)
+    records = read_checkpoints(store, run_id)
     return [each for each in records if committed.get(each.iteration, each.weights_digest) != each.weights_digest]
 
 
@@ -99,10 +100,28 @@ def free(store: ObjectStore, unneeded: Collection[str], grace_seconds: float) ->
 def _all_files(store: ObjectStore) -> Iterator[CheckpointFile]:
     """Of every checkpoint and export of every run. Rollouts are never the same bytes."""
     for run_id in store.list("runs"):
-        for checkpoint in named_checkpoints(store, run_id):
+        for checkpoint in read_checkpoints(store, run_id):
             yield from checkpoint.files
         for export in read_exports(store, run_id):
             yield from export.files
+
+
+def retire_weights(store: ObjectStore, run_id: str, grace_seconds: float) -> list[str]:
+    """Remove versions that no engine needs any more, with the objects no other weights are made of; which they were."""
+    recorded = recorded_weights(store, run_id)
+    staying = {each.name for each in weights_in_use(recorded, grace_seconds, at_least=1)}
+    going = [each for each in recorded if each.name not in staying]
+    for each in going:  # the youngest first: none is left without its base
+        store.delete(each.name)
+    # The bytes of weights are nobody's but other weights': a fork's first are its parent's.
+    named = {
+        object_name(artifact)
+        for other in store.list("runs")
+        for each in recorded_weights(store, other)
+        for artifact in each.weights.artifacts
+    }
+    free(store, {object_name(artifact) for each in going for artifact in each.weights.artifacts} - named, grace_seconds)
+    return [each.name for each in going]
 
 
 def _mark(store: ObjectStore, name: str) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from roll_core.config.training.experts import EXPERTS
-from roll_core.training.torch.trainable import over_ranks
 from roll_core.types.manifest import Metrics
+from roll_core.weights.ranks import reduce_over_ranks
 
 
 class ExpertLoad:
@@ -28,7 +28,7 @@ class ExpertLoad:
         """Of the tokens of all ranks since this was asked last; none for a model without experts."""
         if not self._counts_LE.numel():
             return {}
-        counts_LE = over_ranks(self._counts_LE.clone())
+        counts_LE = reduce_over_ranks(self._counts_LE.clone())
         self.discard()
         return {f"{EXPERTS}{name}": value for name, value in quantities(counts_LE).items()}
 

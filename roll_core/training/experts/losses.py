@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from roll_core.config.training.experts import EXPERTS, ExpertsConfig
-from roll_core.training.torch.trainable import over_ranks
 from roll_core.types.manifest import Metrics
+from roll_core.weights.ranks import reduce_over_ranks
 
 SHARES_FILE = "expert-shares.json"
 """In checkpoints: f_e of the last optimizer step, layer by layer."""
@@ -54,7 +54,7 @@ class RouterLosses:
         """Of the optimizer step that ends here, over all ranks; its shares are those of the next one's gradients."""
         if not self._sums.numel():
             return {}
-        sums = over_ranks(self._sums.clone())
+        sums = reduce_over_ranks(self._sums.clone())
         self.discard()
         choices_LE, probabilities_LE, squares_L1, weights_L1 = sums.split(self._columns, dim=1)
         shares_LE = choices_LE / choices_LE.sum(dim=1, keepdim=True).clamp(min=1e-30)

@@ -14,9 +14,9 @@ from roll_core.batching.micro_batch import MicroBatch
 from roll_core.config.training.experts import EXPERTS, ExpertsConfig
 from roll_core.training.experts.load import ExpertLoad
 from roll_core.training.experts.losses import RouterLosses
-from roll_core.training.torch.trainable import over_ranks
 from roll_core.types.manifest import Metrics
 from roll_core.types.routing import NOT_RECORDED
+from roll_core.weights.ranks import reduce_over_ranks
 
 
 class Routers:
@@ -62,7 +62,7 @@ class Routers:
         """Of the tokens; what keeps it below 1 are those that nobody recorded, the last of every completion among them."""
         if not self._replays:
             return {}
-        replayed, all_of_them = over_ranks(self._tokens.clone()).tolist()
+        replayed, all_of_them = reduce_over_ranks(self._tokens.clone()).tolist()
         self._tokens.zero_()
         return {f"{EXPERTS}replayed_share": replayed / all_of_them} if all_of_them else {}
 

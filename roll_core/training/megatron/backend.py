@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from roll_core.algorithms.inputs import LossFn, LossOutputs
 from roll_core.batching.micro_batch import MicroBatch
 from roll_core.config.model import ModelConfig, PretrainedModel, ScratchModel
-from roll_core.config.training.training import OptimizerConfig, TrainingConfig
+from roll_core.config.optimizer import OptimizerConfig
+from roll_core.config.training.training import TrainingConfig
 from roll_core.errors import RollError
 from roll_core.models.causal_lm import build_model, model_config
 from roll_core.models.checkpoint_names import as_checkpoint
 from roll_core.models.megatron_names import MegatronNames
 from roll_core.models.tensor_files import NamedTensors, TensorFiles, TensorsInMemory
 from roll_core.training.base import Policy, Share, Snapshot
-from roll_core.training.checkpoint_files import written_files
 from roll_core.training.experts.losses import write_shares
 from roll_core.training.experts.routers import Routers
 from roll_core.training.loss_inputs import loss_inputs
@@ -31,9 +31,9 @@ from roll_core.training.megatron.cpu import on_device
 from roll_core.training.megatron.offload import MegatronOffloader
 from roll_core.training.schedule import learning_rate_at
 from roll_core.training.scorer import ReferenceStates, Scored
-from roll_core.training.snapshot import HostCopy
+from roll_core.training.snapshot import HostCopy, written_files
 from roll_core.types.manifest import Metrics
-from roll_core.weights.shards import TensorGatherer, Shard, fill
+from roll_core.weights.shards import Shard, TensorGatherer, fill
 
 with on_device():
     from roll_core.training.megatron import checkpoint as megatron_checkpoint

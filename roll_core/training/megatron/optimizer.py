@@ -13,7 +13,8 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor, nn
 
-from roll_core.config.training.training import OptimizerConfig, Precision
+from roll_core.config.optimizer import OptimizerConfig
+from roll_core.config.training.training import Precision
 from roll_core.training.megatron.model import PolicyModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -17,16 +17,17 @@ from roll_core.batching.micro_batch import MicroBatch
 from roll_core.config.model import ModelConfig
 from roll_core.config.training.lora import LoraConfig
 from roll_core.errors import RollError
+from roll_core.models.causal_lm import routers_of
 from roll_core.models.checkpoint_names import as_checkpoint
-from roll_core.models.routers import routers_of
 from roll_core.training.base import Policy, Share, Snapshot
 from roll_core.training.experts.losses import write_shares
 from roll_core.training.experts.routers import Routers
 from roll_core.training.loss_inputs import loss_inputs
 from roll_core.training.scorer import ReferenceStates, TokenScorer
 from roll_core.training.torch.lora import added_up
-from roll_core.training.torch.trainable import TorchSettings, TorchTrainable, rank, whole, world_size
+from roll_core.training.torch.trainable import TorchSettings, TorchTrainable, whole
 from roll_core.types.manifest import Metrics
+from roll_core.weights.ranks import rank, world_size
 
 
 class TorchBackend(TorchTrainable):

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from roll_core.training.snapshot import local_part
+
 _ALIGNMENT = 128
 """Numbers: 512 bytes, which every matrix product is content with."""
 
@@ -61,7 +63,9 @@ class Offloader:
             else:
                 lay_flat(module, self._device)
         # Copies, where device and host are one: the next time they leave, it is for the same memory.
-        _replace_state(optimizer, lambda value: _like(value, _local(value).to(self._device, copy=True, non_blocking=True)))
+        _replace_state(
+            optimizer, lambda value: _like(value, local_part(value).to(self._device, copy=True, non_blocking=True))
+        )
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._is_away = False
@@ -76,7 +80,7 @@ class _Moving:
         self._addresses: set[int] = set()
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        local = _local(tensor)
+        local = local_part(tensor)
         if local.data_ptr() in self._addresses:
             return tensor  # a weight that two modules have, and that has moved
         place = next(self._places, None)
@@ -95,10 +99,6 @@ def _replace_state(optimizer: torch.optim.Optimizer, moved: Callable[[Tensor], T
 
 def _tensors(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     return ((name, value) for name, value in list(state.items()) if isinstance(value, Tensor))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _like(tensor: Tensor, local: Tensor) -> Tensor:

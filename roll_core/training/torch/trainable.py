@@ -24,16 +24,17 @@ from transformers import PreTrainedModel
 
 from roll_core.algorithms.inputs import LossOutputs
 from roll_core.config.model import ModelConfig
+from roll_core.config.optimizer import OptimizerConfig
 from roll_core.config.training.lora import LoraConfig
-from roll_core.config.training.training import OptimizerConfig, Precision, TrainingConfig
+from roll_core.config.training.training import Precision, TrainingConfig
 from roll_core.models.causal_lm import build_model
 from roll_core.training.base import Snapshot
-from roll_core.training.checkpoint_files import written_files
 from roll_core.training.schedule import learning_rate_at
-from roll_core.training.snapshot import HostCopy
+from roll_core.training.snapshot import HostCopy, written_files
 from roll_core.training.torch.lora import adapt
 from roll_core.training.torch.offload import Offloader, lay_flat
 from roll_core.types.manifest import Metrics
+from roll_core.weights.ranks import world_size
 
 
 @dataclass(frozen=True)
@@ -184,22 +185,6 @@ class TorchTrainable:
         loss, tokens = sums.pop("loss"), sums.pop("scored_tokens")
         means = {name: value / tokens for name, value in sums.items()} if tokens else {}
         return means | {f"{self._area}/loss": loss}
-
-
-def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def over_ranks(values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """The values of all ranks together, on the CPU."""
-    if world_size() > 1:
-        values = values.cpu()
-        dist.all_reduce(values, operation)
-    return values.cpu()
-
-
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def whole(tensor: Tensor) -> Tensor:

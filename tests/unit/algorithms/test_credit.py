@@ -28,10 +28,10 @@ from roll_core.config.algorithm.shaping import (
     NormalizeConfig,
     NormalizingConfig,
     OverlongConfig,
+    SampleWeightsConfig,
     ShapingConfig,
     StatisticsFrom,
     WeightRange,
-    SampleWeightsConfig,
 )
 from tests.unit.algorithms.builders_advantages import (
     advantage_inputs,

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_core.algorithms.controllers import adapted_coefficient
 from roll_core.algorithms.grouping import (
     centred_by,
     count_by,
@@ -27,7 +26,7 @@ from roll_core.algorithms.masks import (
     length_weights,
     rescaled_to_mean_one,
 )
-from roll_core.algorithms.shaping import Moments, divisors, normalized, overlong_penalty
+from roll_core.algorithms.shaping import Moments, adapted_coefficient, divisors, normalized, overlong_penalty
 from roll_core.config.algorithm.shaping import StatisticsFrom
 from tests.unit.algorithms.builders_advantages import few, floats, fractions, quarters
 

@@ -1,5 +1,5 @@
 """Sampler and trainer compared through real iterations of a tiny model: they agree, unless the engine is told to sample at
-another temperature; and what `training.agreement` makes of that."""
+another temperature; and what `training.mismatch` makes of that."""
 
 import itertools
 import math
@@ -56,7 +56,7 @@ def trained(start: Path, folder: Path, temperature: float, **sections: Any) -> t
 
 @pytest.mark.parametrize("steps", [FROM_ANCHORS, FROM_THE_FIRST_STEP], ids=["anchors", "first step"])
 def test_a_healthy_run_stays_far_below_the_limits(steps, start, tmp_path):
-    training = LEARNING | steps | {"agreement": {"action": "stop"}}
+    training = LEARNING | steps | {"mismatch": {"action": "stop"}}
     loop = loop_of(start, tmp_path, 1.0, training=training)
     for _ in range(3):
         metrics = loop.iterate()
@@ -70,13 +70,13 @@ def test_a_healthy_run_stays_far_below_the_limits(steps, start, tmp_path):
 
 @pytest.mark.parametrize("steps", [FROM_ANCHORS, FROM_THE_FIRST_STEP], ids=["anchors", "first step"])
 def test_an_engine_at_another_temperature_stops_the_run_before_the_policy_moves(steps, start, tmp_path):
-    loop = loop_of(start, tmp_path, 1.3, training=LEARNING | steps | {"agreement": {"action": "stop"}})
+    loop = loop_of(start, tmp_path, 1.3, training=LEARNING | steps | {"mismatch": {"action": "stop"}})
     before = weights_of(loop)
     with pytest.raises(SamplerMismatch) as caught:
         loop.iterate()
     sentence = str(caught.value)
     assert sentence.startswith("iteration 1 was not trained on: mismatch/mean is 0.")
-    assert "above training.agreement.max_mean (0.05)" in sentence
+    assert "above training.mismatch.max_mean (0.05)" in sentence
     assert "\n" not in sentence
     assert are_equal(before, weights_of(loop))
     # Nor is anything left of it: with the engine put right, the iteration is what it would have been.
@@ -89,7 +89,7 @@ def test_an_engine_at_another_temperature_stops_the_run_before_the_policy_moves(
 @pytest.mark.parametrize("steps", [FROM_ANCHORS, FROM_THE_FIRST_STEP], ids=["anchors", "first step"])
 def test_a_warning_changes_nothing_but_a_metric(steps, start, tmp_path):
     plain, measured = trained(start, tmp_path, 1.3, training=LEARNING | steps)
-    warned, metrics = trained(start, tmp_path, 1.3, training=LEARNING | steps | {"agreement": {"action": "warn"}})
+    warned, metrics = trained(start, tmp_path, 1.3, training=LEARNING | steps | {"mismatch": {"action": "warn"}})
     assert are_equal(plain, warned)
     assert metrics == measured | {"mismatch/beyond": 1.0}
     assert metrics["mismatch/mean"] > 0.1
@@ -98,7 +98,7 @@ def test_a_warning_changes_nothing_but_a_metric(steps, start, tmp_path):
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
 @pytest.mark.parametrize("steps", [FROM_ANCHORS, FROM_THE_FIRST_STEP], ids=["several steps", "one step"])
 def test_an_iteration_beyond_the_limits_trains_with_the_correction(kind, steps, start, tmp_path):
-    gated = LEARNING | steps | {"agreement": {"action": "correct"}}
+    gated = LEARNING | steps | {"mismatch": {"action": "correct"}}
     corrected, metrics = trained(start, tmp_path, 1.3, algorithm={"kind": kind}, training=gated)
     algorithm = {"kind": kind, "correction": {}}
     expected, expected_metrics = trained(start, tmp_path, 1.3, algorithm=algorithm, training=LEARNING | steps)
@@ -110,7 +110,7 @@ def test_an_iteration_beyond_the_limits_trains_with_the_correction(kind, steps, 
 
 @pytest.mark.parametrize("steps", [FROM_ANCHORS, FROM_THE_FIRST_STEP], ids=["several steps", "one step"])
 def test_an_iteration_within_the_limits_is_not_corrected(steps, start, tmp_path):
-    gated = LEARNING | steps | {"agreement": {"action": "correct"}}
+    gated = LEARNING | steps | {"mismatch": {"action": "correct"}}
     within, metrics = trained(start, tmp_path, 1.0, training=gated)
     plain, _ = trained(start, tmp_path, 1.0, training=LEARNING | steps)
     assert are_equal(within, plain)
@@ -118,7 +118,7 @@ def test_an_iteration_within_the_limits_is_not_corrected(steps, start, tmp_path)
 
 
 def test_an_algorithm_that_weighs_by_the_sampler_anyway_stays_as_it_is(start, tmp_path):
-    gated = LEARNING | {"agreement": {"action": "correct"}}
+    gated = LEARNING | {"mismatch": {"action": "correct"}}
     beyond, metrics = trained(start, tmp_path, 1.3, algorithm={"kind": "tis"}, training=gated)
     plain, _ = trained(start, tmp_path, 1.3, algorithm={"kind": "tis"}, training=LEARNING)
     assert metrics["mismatch/beyond"] == 1.0
@@ -133,7 +133,7 @@ class OfOlderWeights(InProcess):
 
 
 def test_tokens_of_older_weights_are_reported_but_not_judged(start, tmp_path):
-    training = LEARNING | {"agreement": {"action": "stop"}}
+    training = LEARNING | {"mismatch": {"action": "stop"}}
     told = tiny_config(tmp_path, rollout=ROLLOUT | {"temperature": 1.3})
     loop = OfOlderWeights(tiny_config(tmp_path, rollout=ROLLOUT, training=training), sampled_by=told)
     loop.learner._policy.load(start)
@@ -156,12 +156,12 @@ def noted(rank: int, num_ranks: int) -> Metrics:
     generator = torch.Generator().manual_seed(5)
     trainer_logprobs_N = tokens.sampler_logprobs_N + torch.randn(len(tokens.turn_N), generator=generator)
     tokens.is_fresh_N[::3] = False
-    agreement = MismatchMeter(Share(rank, num_ranks, speaks=True))
+    meter = MismatchMeter(Share(rank, num_ranks, speaks=True))
     limits = PackingLimits(micro_batch_tokens=26, row_tokens=None, packing=Packing.ROWS)
     for micro_batch in cut(samples, limits, tokens, rank=rank, num_ranks=num_ranks):
         scored = micro_batch.with_signals(anchor_logprobs_N=trainer_logprobs_N[micro_batch.place_N])
-        agreement.note_anchors(scored.tokens)
-    return agreement.metrics()
+        meter.note_anchors(scored.tokens)
+    return meter.metrics()
 
 
 def _in_rank(rank: int, num_ranks: int, folder: str) -> None:

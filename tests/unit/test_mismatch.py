@@ -1,4 +1,4 @@
-"""The limits of `training.agreement`, and the sentence about an iteration beyond them."""
+"""The limits of `training.mismatch`, and the sentence about an iteration beyond them."""
 
 import logging
 
@@ -6,7 +6,7 @@ import pytest
 
 from roll_core.config.training.mismatch import MismatchAction, MismatchConfig
 from roll_core.types.manifest import Updated
-from tasks.update import say_if_sampler_disagrees
+from tasks.stages import warn_of_mismatch
 
 FAR = {"mismatch/mean": 0.21, "mismatch/kl": 0.03, "mismatch/share_off": 0.1}
 
@@ -14,7 +14,7 @@ FAR = {"mismatch/mean": 0.21, "mismatch/kl": 0.03, "mismatch/share_off": 0.1}
 def test_a_complaint_names_the_number_the_key_and_what_to_check():
     complaint = MismatchConfig().complaint(FAR)
     assert complaint is not None
-    assert complaint.startswith("mismatch/mean is 0.21, above training.agreement.max_mean (0.05): ")
+    assert complaint.startswith("mismatch/mean is 0.21, above training.mismatch.max_mean (0.05): ")
     assert "rollout.temperature" in complaint
     assert "\n" not in complaint
 
@@ -30,7 +30,7 @@ def test_a_complaint_names_the_number_the_key_and_what_to_check():
 )
 def test_any_limit_can_be_the_one(limits, beyond):
     complaint = limits.complaint(FAR)
-    assert (complaint is None) if beyond is None else f"training.agreement.max_{beyond} " in str(complaint)
+    assert (complaint is None) if beyond is None else f"training.mismatch.max_{beyond} " in str(complaint)
 
 
 def test_a_batch_without_fresh_tokens_is_not_judged():
@@ -40,8 +40,8 @@ def test_a_batch_without_fresh_tokens_is_not_judged():
 def test_an_iteration_beyond_the_limits_is_told_in_one_sentence(caplog):
     updated = Updated(iteration=7, weights_version=7, metrics=FAR)
     with caplog.at_level(logging.WARNING):
-        say_if_sampler_disagrees(updated, MismatchConfig(action=MismatchAction.WARN))
-        say_if_sampler_disagrees(updated, MismatchConfig(max_mean=1.0))
-        say_if_sampler_disagrees(updated, None)
+        warn_of_mismatch(updated, MismatchConfig(action=MismatchAction.WARN))
+        warn_of_mismatch(updated, MismatchConfig(max_mean=1.0))
+        warn_of_mismatch(updated, None)
     (record,) = caplog.records
-    assert record.getMessage().startswith("iteration 7 (training.agreement.action warn): mismatch/mean is 0.21, above")
+    assert record.getMessage().startswith("iteration 7 (training.mismatch.action warn): mismatch/mean is 0.21, above")

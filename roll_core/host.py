@@ -1,0 +1,42 @@
+"""What several processes ask of the operating system: files that appear whole, free ports, a death signal."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+PRIVATE = 0o600
+"""File mode: readable by its owner alone."""
+ANY_ADDRESS = ""
+"""All network interfaces of this host."""
+_PR_SET_PDEATHSIG = 1
+"""Option of Linux's prctl: the signal a process gets when its parent ends."""
+
+
+@contextlib.contextmanager
+def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Open a draft that replaces `path` when the block ends; if the block raises, `path` stays as it was. Not synced."""
+    draft = path.with_name(f"{path.name}.partial-{uuid.uuid4().hex}")
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            yield file
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """Find a TCP port that is free on an address now; another process may take it before it is used."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when its parent ends, even by SIGKILL (Linux)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
