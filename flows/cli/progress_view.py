@@ -1,4 +1,4 @@
-"""What `roll run` shows: a row and a bar per iteration while it goes on, and at the end where to look."""
+"""Terminal view of a run: one row per iteration, and a progress bar while `roll run`, `resume` or `fork` follows it."""
 
 import logging
 from collections.abc import Iterator
@@ -13,14 +13,17 @@ from roll_core.reporting.stage_log import PROGRESS_LOGGER
 from roll_core.types.manifest import Manifest
 from roll_core.types.refs import RunRef
 
-SHOWN_FROM_S = 0.02
-"""Stages shorter than this are left out of a row: a terminal is narrow."""
+MIN_STAGE_SECONDS = 0.02
+"""Shortest stage a row names, in seconds: a terminal is too narrow for all of them."""
+BAR_CELLS = 12
+"""Width in characters of the bar that shows the mean reward."""
+HEADER = "iter  reward             held-out   tok/s  seconds  of which"
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 @contextmanager
-def showing(config: RunConfig, console: Console) -> Iterator["RunView"]:
-    """Draw the progress records of the flow that runs inside this block."""
+def live_view(config: RunConfig, console: Console) -> Iterator["RunView"]:
+    """Draw the progress of the flow that runs inside this block."""
     view = RunView(config, console)
     logger = logging.getLogger(PROGRESS_LOGGER)
     logger.setLevel(logging.INFO)
@@ -34,9 +37,12 @@ def showing(config: RunConfig, console: Console) -> Iterator["RunView"]:
 
 
 class RunView(logging.Handler):
+    """Log handler that draws the records of the progress logger: the opened run and its committed manifests."""
+
     def __init__(self, config: RunConfig, console: Console):
         super().__init__()
         self.run: RunRef | None = None
+        """Run that the flow works on; None until the flow has opened or found it."""
         self.progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -48,35 +54,35 @@ class RunView(logging.Handler):
         )
         self._bar = self.progress.add_task("starting Prefect, Ray and the models", total=config.iterations)
         self._accuracy: float | None = None
-        self._rows = 0
+        self._num_rows = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         manifest: Manifest | None = record.__dict__.get("manifest")
         if manifest is not None:
-            self._show(manifest)
+            self._print_row(manifest)
         self.run = record.__dict__.get("run", self.run)
 
-    def _show(self, manifest: Manifest) -> None:
+    def _print_row(self, manifest: Manifest) -> None:
         if manifest.evaluated:
             self._accuracy = manifest.evaluated.accuracy
-        if not self._rows:
+        if not self._num_rows:
             self.progress.console.print(HEADER, style="dim", highlight=False)
-        self._rows += 1
+        self._num_rows += 1
         self.progress.console.print(iteration_row(manifest, self._accuracy), highlight=False, soft_wrap=True)
         self.progress.update(self._bar, completed=manifest.iteration, description=f"{manifest.run_id}")
 
 
-HEADER = "iter  reward             held-out   tok/s  seconds  of which"
-
-
 def iteration_row(manifest: Manifest, accuracy: float | None) -> str:
-    """One line an iteration: a bar of the reward, the newest held-out accuracy, speed, and where the time went."""
+    """One line for an iteration: reward, held-out accuracy, tokens per second, wall seconds, and the seconds by stage.
+
+    `accuracy` is the newest one; a star marks the iteration that measured it.
+    """
     stages = "  ".join(
-        f"{stage} {seconds:.2f}" for stage, seconds in stage_seconds(manifest).items() if seconds >= SHOWN_FROM_S
+        f"{stage} {seconds:.2f}" for stage, seconds in stage_seconds(manifest).items() if seconds >= MIN_STAGE_SECONDS
     )
     held_out = "     " if accuracy is None else f"{accuracy:.2f}{'*' if manifest.evaluated else ' '}"
     reward, speed = manifest.metrics.get("reward/mean"), manifest.metrics.get("throughput/tokens_per_second")
-    bar = f"{'start':<17}" if reward is None else f"[cyan]{_bar(reward)}[/] {reward:.2f}"
+    bar = f"{'start':<17}" if reward is None else f"[cyan]{_reward_bar(reward)}[/] {reward:.2f}"
     speed_text = "" if speed is None else f"{speed:.0f}"
     return (
         f"[bold]{manifest.iteration:>4}[/]  {bar}  [green]{held_out}[/]  {speed_text:>9}  "
@@ -84,12 +90,12 @@ def iteration_row(manifest: Manifest, accuracy: float | None) -> str:
     )
 
 
-def _bar(share: float) -> str:
-    filled = round(max(0.0, min(1.0, share)) * 12)
-    return "█" * filled + "·" * (12 - filled)
+def _reward_bar(reward: float) -> str:
+    num_filled = round(max(0.0, min(1.0, reward)) * BAR_CELLS)
+    return "█" * num_filled + "·" * (BAR_CELLS - num_filled)
 
 
-def curve(points: tuple[tuple[int, float], ...]) -> str:
-    """Held-out accuracy over the run, one block per evaluation: '0 ▁▃▅▇█ 40'."""
-    blocks = "".join(_BLOCKS[round(max(0.0, min(1.0, y)) * (len(_BLOCKS) - 1))] for _, y in points)
+def accuracy_curve(points: tuple[tuple[int, float], ...]) -> str:
+    """Held-out accuracy over the run, one block per evaluation, between the first and the last iteration: '0 ▁▃▅▇█ 40'."""
+    blocks = "".join(_BLOCKS[round(max(0.0, min(1.0, accuracy)) * (len(_BLOCKS) - 1))] for _, accuracy in points)
     return f"{points[0][0]} {blocks} {points[-1][0]}"

@@ -1,19 +1,20 @@
-"""Runs broken on purpose: is what comes out of them, after every resume, what an unbroken run gives, to the bit?"""
+"""Prefect flow that runs a config unbroken once, then kills processes of further runs of it and compares them."""
 
 from prefect import flow
 
 from tasks.runs import open_run
-from tests.chaos.breaking import run_broken, run_unbroken
-from tests.chaos.kill_points import Outcome, draw_kill_points
+from tests.chaos.kill_points import draw_kill_points
+from tests.chaos.outcomes import Outcome
+from tests.chaos.process_kills import run_broken, run_unbroken
 
-ONE_LEG_A_COMMAND = "legs.max_failures=0"
-"""A broken leg ends the command, so that it is `roll resume` that carries the run on."""
+ONE_LEG_PER_COMMAND = "legs.max_failures=0"
+"""Override by which a broken leg ends the command, so that `roll resume` must continue the run."""
 
 
 @flow(name="chaos")
 def chaos(config: str, overrides: list[str] | None = None, kills: int = 40, per_run: int = 5, seed: int = 0) -> Outcome:
-    """An unbroken run of a config, then as many broken ones as `kills` need, `per_run` each."""
-    settings = [*(overrides or []), ONE_LEG_A_COMMAND]
+    """Run a config unbroken, then kill processes at `kills` points of further runs, at most `per_run` in each."""
+    settings = [*(overrides or []), ONE_LEG_PER_COMMAND]
     unbroken = open_run(config, settings)
     events = run_unbroken(unbroken)
     drawn = draw_kill_points(events, kills, per_run, seed)

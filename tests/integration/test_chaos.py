@@ -1,6 +1,6 @@
-"""Broken on purpose: what comes out of a run after kills, or beside a second leg, is what an unbroken run gives, to the bit.
+"""Runs that are killed several times, or have a second leg, end equal to an unbroken run, to the bit.
 
-The short form of `make chaos`, which kills everybody everywhere.
+The short form of `make chaos`, which kills every process at every stage.
 """
 
 import os
@@ -9,16 +9,16 @@ import subprocess
 
 import pytest
 
-from tests.chaos.kill_points import differences
+from tests.chaos.outcomes import differences
 from tests.integration.conftest import Workspace
 
 LONG_S = 580.0
-"""Half a dozen legs one after the other, on a machine that others use too."""
+"""Deadline in seconds: half a dozen legs one after the other, on a machine with other work."""
 ADAPTIVE_PPO = (
     "algorithm={kind: ppo, critic: {optimizer: {learning_rate: 1.0e-3}, warmup_iterations: 2}, "
     "shaping: {kl: {adaptive: {target: 0.1, horizon: 100}}, normalize: {mean: running, std: running}}}"
 )
-"""Has most to remember: a critic, running moments and an adaptive KL."""
+"""Algorithm with the most state to restore: a critic, running moments and an adaptive KL coefficient."""
 SETTINGS = [
     *("--set", "iterations=8"),
     *("--set", "checkpoint.every=4"),
@@ -26,16 +26,16 @@ SETTINGS = [
     *("--set", ADAPTIVE_PPO),
 ]
 SEED = "45"
-"""By which all four kills are drawn for one run, those that end a leg some iterations after a checkpoint."""
+"""Seed for which all four kills are in one run, and those that end a leg come some iterations after a checkpoint."""
 
 
 @pytest.fixture(scope="module")
 def chaos(new_workspace) -> tuple[Workspace, subprocess.CompletedProcess[str]]:
-    """tiny-1 is an unbroken run; in tiny-2 an engine is killed in update_critic 1, the leg in collect 3, the flow in the
-    recovery from that, and the trainer in prepare 7."""
+    """An unbroken run, tiny-1, and a broken one, tiny-2: an engine is killed in update_critic 1, the leg in collect 3, the
+    flow in the recovery from that, and the trainer in prepare 7."""
     workspace = new_workspace("chaos")
     arguments = [*SETTINGS, "--kills", "4", "--per-run", "4", "--seed", SEED]
-    return workspace, workspace.roll("chaos", str(workspace.config), *arguments, deadline_s=LONG_S)
+    return workspace, workspace.run_module("tests.chaos", "--config", str(workspace.config), *arguments, deadline_s=LONG_S)
 
 
 def test_a_run_killed_four_times_ends_as_if_it_never_had_been(chaos):
@@ -50,7 +50,7 @@ def test_a_run_killed_four_times_ends_as_if_it_never_had_been(chaos):
 
 
 def test_of_two_legs_of_a_run_one_proceeds(chaos):
-    """The first leg is paused, as a machine that is cut off, and wakes up when another has carried the run on."""
+    """The first leg is paused, like a machine that is cut off, and continues after another leg has finished the run."""
     workspace, _ = chaos
     first = workspace.start("run", str(workspace.config), "--set", "name=pair", *SETTINGS)
     workspace.wait_for_iteration(1, "pair-1")
@@ -65,7 +65,7 @@ def test_of_two_legs_of_a_run_one_proceeds(chaos):
         assert "another leg of pair-1 is alive on this machine: wait for it, or stop it, then resume" in refused.stdout
         assert workspace.chain("pair-1") == before
 
-        # A machine that does not see the lock of this one: now the commits alone keep the two apart.
+        # Another machine would not see the lease of this one: only conditional commits keep the two legs apart.
         (workspace.folder / "roll-data/work/pair-1/lease").unlink()
         second = workspace.roll("resume", "pair-1")
         assert second.returncode == 0, second.stdout

@@ -1,4 +1,4 @@
-"""Drawing kill points, comparing runs, and the tables: what can be said of chaos without breaking anything."""
+"""Parts of the chaos tool that break nothing: drawing kill points, comparing runs, tables, the command line."""
 
 import json
 import math
@@ -11,38 +11,27 @@ import pytest
 from roll_core.reporting.stage_log import FILE_NAME, Edge, StageEvent, StageLog, read_stages
 from roll_core.types.manifest import Collected, CollectRequest, Draws, Manifest
 from roll_core.types.refs import ArtifactKind, ArtifactRef
-from tests.chaos.kill_points import (
-    ITERATIONS_APART,
-    VICTIMS,
-    BrokenRun,
-    KillPoint,
-    Recovery,
-    committed_after,
-    differences,
-    draw_kill_points,
-    generated_again,
-    matrix_table,
-    points_table,
-    sentence,
-    trouble,
-)
+from tests.chaos.__main__ import main
+from tests.chaos.kill_points import MIN_ITERATIONS_APART, VICTIMS, KillPoint, draw_kill_points
+from tests.chaos.outcomes import BrokenRun, Recovery, committed_after, differences, generated_again
+from tests.chaos.report import defects, matrix_table, points_table, short_report, summary_sentence
 
 NOON = datetime(2026, 11, 15, 12, tzinfo=UTC)
 POINT = KillPoint(victim="engine 0", stage="collect", iteration=3, delay_s=0.0)
 RECOVERED = Recovery(
     point=POINT,
-    found="collect 3 begin",
+    last_event="collect 3 begin",
     num_committed=3,
     num_lost=0,
     survived=False,
     seconds=11.4,
-    said="engine 0 died",
+    error_line="engine 0 died",
     differences=(),
 )
 
 
 def stages_of_ten_iterations() -> list[StageEvent]:
-    """As the log of an unbroken run: every stage takes a second, evaluation is every 2, checkpoints every 4."""
+    """Stage log of an unbroken run: each event is a second after the one before; evaluation every 2, checkpoint every 4."""
     names = ["warm_start", "publish 0", "evaluate 0", "checkpoint 0", "commit 0", "recover"]
     for n in range(1, 11):
         names += [f"{stage} {n}" for stage in ("collect", "prepare", "update", "publish")]
@@ -110,7 +99,7 @@ def test_a_few_kills_are_spread_too_and_a_seed_draws_the_same_ones():
 def test_the_kills_of_a_run_are_met_one_after_the_other():
     for run in draw_kill_points(stages_of_ten_iterations(), kills=56, per_run=5, seed=1):
         assert 1 <= len(run) <= 5
-        assert all(b.iteration - a.iteration >= ITERATIONS_APART for a, b in pairwise(run))
+        assert all(b.iteration - a.iteration >= MIN_ITERATIONS_APART for a, b in pairwise(run))
 
 
 def test_runs_that_differ_in_legs_and_times_alone_are_equal():
@@ -128,7 +117,7 @@ def test_runs_that_differ_in_legs_and_times_alone_are_equal():
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("changed", "sentence"),
     [
         ({"weights_digest": "77d1"}, "iteration 1: weights digest is 77d1, unbroken 77d0"),
         ({"metrics": {"update/loss": 0.25 + 2**-54}}, "iteration 1: update/loss is 0.25000000000000006, unbroken 0.25"),
@@ -136,8 +125,8 @@ def test_runs_that_differ_in_legs_and_times_alone_are_equal():
         ({"collected": None}, "iteration 1: trajectories digest is , unbroken 9f86"),
     ],
 )
-def test_the_smallest_difference_is_named(changed, says):
-    assert says in differences([manifest(0), manifest(1)], [manifest(0), manifest(1, **changed)])
+def test_the_smallest_difference_is_named(changed, sentence):
+    assert sentence in differences([manifest(0), manifest(1)], [manifest(0), manifest(1, **changed)])
 
 
 def test_a_chain_that_is_too_short_is_a_difference():
@@ -165,7 +154,7 @@ def test_the_tables_say_what_happened_where():
 
 
 def test_a_fault_that_no_resume_was_needed_for_was_survived():
-    survived = RECOVERED.model_copy(update={"survived": True, "seconds": 2.2, "said": ""})
+    survived = RECOVERED.model_copy(update={"survived": True, "seconds": 2.2, "error_line": ""})
     assert survived.verdict == "survived 2 s"
     assert survived.model_copy(update={"seconds": None}).verdict == "survived"
     assert survived.model_copy(update={"differences": ("a",)}).verdict == "1 differ"
@@ -173,7 +162,7 @@ def test_a_fault_that_no_resume_was_needed_for_was_survived():
 
 
 def test_only_an_iteration_that_began_after_a_fault_shows_that_it_is_over():
-    """A scheduler that dies in a checkpoint is missed by nobody before the next collect."""
+    """A scheduler that dies during a checkpoint is not needed before the next collect."""
     events = stages_of_ten_iterations()
     at = {(event.name, event.edge): event.at for event in events}
     for stage in ("collect 3", "publish 3", "commit 3"):
@@ -182,19 +171,32 @@ def test_only_an_iteration_that_began_after_a_fault_shows_that_it_is_over():
     assert committed_after(events, at["collect 10", Edge.BEGIN]) is None
 
 
-def test_trouble_is_counted_and_named():
+def test_defects_are_counted_and_named():
     lost = RECOVERED.model_copy(update={"num_lost": 1})
     broken = BrokenRun(
         run_id="tiny-2", recoveries=(RECOVERED, lost), missed=(POINT,), generated_again=("collect 1",), num_collects=12
     )
-    assert sentence([broken]) == (
+    assert summary_sentence([broken]) == (
         "2 kill points tried in 1 runs, 0 survived, 1 missed; 0 differences, 1 committed iterations lost, 1 generated again"
     )
-    assert trouble([broken]) == [
+    assert defects([broken]) == [
         "tiny-2, engine 0 at collect 3: lost 1 committed iterations",
         "tiny-2: collect 1 was generated again after its commit",
         "tiny-2: never came by collect 3",
     ]
+    assert short_report([broken]).splitlines()[-4:] == [*defects([broken]), summary_sentence([broken])]
+
+
+def test_options_that_contradict_each_other_are_refused(capsys):
+    for arguments in (["--config", "a.yaml", "--short"], ["--set", "iterations=2"], ["--only", "kills,stores"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+    assert "--only: there is no part stores: name some of kills,store,mlflow,prefect" in capsys.readouterr().err
+
+
+def test_a_config_that_is_missing_is_one_sentence(capsys):
+    assert main(["--config", "no-such.yaml"]) == 2
+    assert capsys.readouterr().err.startswith("config: no such file")
 
 
 def test_the_stage_log_says_where_a_leg_was(tmp_path):

@@ -1,0 +1,40 @@
+"""List the runs in a store: the iteration each has reached, its held-out accuracy, and how to resume it."""
+
+import argparse
+
+from flows.cli.options import Commands, add_store
+from roll_core.errors import RollError
+
+
+def add(commands: Commands) -> None:
+    """Declare `roll runs`."""
+    parser = commands.add_parser("runs", help="list the runs in a store", description=__doc__)
+    add_store(parser)
+    parser.set_defaults(command=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print one line per run; a run that cannot be read gets a line that says why."""
+    from roll_core.config.load import absolute_uri
+    from roll_core.store.object_store import ObjectStore
+    from roll_core.store.records.runs import find_run, read_chain, read_config, read_raw_config
+
+    store = ObjectStore(absolute_uri(options.store))
+    run_ids = list(store.list("runs"))
+    if not run_ids:
+        print(f"no runs in {store.uri} yet; start one with: roll run configs/runs/quickstart.yaml")
+    for run_id in run_ids:
+        try:
+            if not read_raw_config(store, run_id):
+                continue
+            total = read_config(find_run(store, run_id)).iterations
+            chain = read_chain(store, run_id)
+        except RollError as error:
+            print(f"{run_id:<24} unreadable: {error}")
+            continue
+        accuracy = next((m.evaluated.accuracy for m in reversed(chain) if m.evaluated), None)
+        reached = chain[-1].iteration if chain else 0
+        state = "finished" if reached == total else f"resumable: roll resume {run_id}"
+        shown = "-" if accuracy is None else f"{accuracy:.2f}"
+        print(f"{run_id:<24} iteration {reached:>5}/{total:<5} accuracy {shown:<5} {state}")
+    return 0

@@ -1,0 +1,107 @@
+"""The command line: every command is a module, explains itself, and refuses mistakes with one sentence and exit code 2."""
+
+import contextlib
+import json
+import pkgutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from flows import cli
+from flows.cli.options import DEFAULT_STORE, create_folder, parse_run_and_iteration, store_option
+from roll_core.config.load import absolute_uri
+from roll_core.errors import UserError
+from tests.support import ROOT
+
+SHARED = {"__main__", "follow", "options", "progress_view"}
+"""Modules of `flows.cli` that are not commands."""
+NAMES = [module.__name__.rpartition(".")[2] for module in cli.COMMANDS]
+
+
+def subcommands() -> dict[str, object]:
+    (action,) = (action for action in cli.build_parser()._actions if action.choices)
+    return dict(action.choices)
+
+
+def test_every_module_is_a_command_named_like_its_file():
+    files = {module.name for module in pkgutil.iter_modules(cli.__path__)}
+    assert files - SHARED == set(NAMES)
+    assert list(subcommands()) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_help_of_a_command_begins_with_what_it_does(capsys, name):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([name, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    (module,) = (module for module in cli.COMMANDS if module.__name__ == f"flows.cli.{name}")
+    assert shown.startswith(f"usage: roll {name} ")
+    assert " ".join(module.__doc__.split()) in shown
+
+
+def test_the_help_lists_every_command(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(f"\n    {name} " in shown for name in NAMES)
+
+
+def test_the_version_is_that_of_the_project():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    done = subprocess.run([sys.executable, "-m", "flows.cli", "--version"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == (f"roll {version}\n", 0)
+
+
+def test_a_run_and_an_iteration_are_told_apart():
+    assert parse_run_and_iteration("quickstart-1@12") == ("quickstart-1", 12)
+    for text in ("quickstart-1", "@3", "quickstart-1@", "quickstart-1@last"):
+        with pytest.raises(UserError, match=f"^RUN@ITERATION: '{text}' is not one; write it like quickstart-1@12$"):
+            parse_run_and_iteration(text)
+
+
+def test_only_another_store_is_named_in_suggested_commands():
+    assert store_option(absolute_uri(DEFAULT_STORE)) == ""
+    assert store_option("s3://lab/runs") == " --store s3://lab/runs"
+
+
+def test_a_folder_appears_complete_or_not_at_all(tmp_path):
+    with contextlib.suppress(UserError), create_folder(tmp_path / "model") as folder:
+        (folder / "config.json").write_text("{}")
+        raise UserError("the download failed")
+    assert list(tmp_path.iterdir()) == []
+    with create_folder(tmp_path / "model") as folder:
+        (folder / "config.json").write_text("{}")
+    assert [file.name for file in (tmp_path / "model").iterdir()] == ["config.json"]
+    with pytest.raises(UserError, match="is there already: name a new one, or empty it$"), create_folder(tmp_path / "model"):
+        pass
+
+
+def test_config_describes_a_section_and_a_key(capsys):
+    for key in ("rollout", "rollout.group_size"):
+        assert cli.main(["config", key]) == 0
+        assert "rollout.group_size" in capsys.readouterr().out
+
+
+def test_config_without_a_key_lists_the_sections(capsys):
+    assert cli.main(["config"]) == 0
+    shown = capsys.readouterr().out
+    assert all(section in shown for section in ("rollout", "training", "store", "legs"))
+
+
+def test_a_mistyped_key_is_refused_with_the_right_one(capsys):
+    assert cli.main(["config", "rollout.group_sise"]) == 2
+    refusal = capsys.readouterr().err
+    assert refusal.startswith("roll: ")
+    assert "rollout.group_size" in refusal
+
+
+def test_the_json_schema_has_the_sections_of_a_run_file(capsys):
+    assert cli.main(["config", "--json-schema"]) == 0
+    assert {"name", "iterations", "rollout", "extends"} <= json.loads(capsys.readouterr().out)["properties"].keys()
+
+
+def test_config_takes_a_key_or_json_schema():
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["config", "rollout", "--json-schema"])
