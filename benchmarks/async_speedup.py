@@ -169,8 +169,8 @@ class AllAtOnce:
     async def abort(self, request_ids: list[str]) -> None:
         await self.engine.abort(request_ids)
 
-    async def answers(self) -> None:
-        await self.engine.answers()
+    async def ping(self) -> None:
+        await self.engine.ping()
 
 
 class BatchSchedulerRole(SchedulerRole):

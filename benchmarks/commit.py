@@ -23,8 +23,8 @@ from roll_core.config.load import load_config
 from roll_core.reporting.stage_log import Edge, StageEvent, read_stages
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.runs import open_run
-from tests.chaos.breaking import chain_of, finish, folder_of, kill_at
 from tests.chaos.kill_points import RECOVER, KillPoint
+from tests.chaos.process_kills import chain_of, finish, kill_during_command, work_folder
 from tests.s3_server import S3Server
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "configs" / "runs" / "quickstart.yaml"
@@ -77,10 +77,10 @@ def measure(folder: Path, uri: str, since: Sequence[int]) -> None:
     )
     run = open_run(ObjectStore(uri), config)
     for iteration in since:
-        if kill_at(run, KillPoint(victim="leg", stage="collect", iteration=iteration + 1, delay_s=0.0)) is None:
+        if not kill_during_command(run, [KillPoint(victim="leg", stage="collect", iteration=iteration + 1, delay_s=0.0)]):
             sys.exit(f"the run never came to iteration {iteration + 1}")
     finish(run)
-    took = seconds_of(read_stages(folder_of(run)))
+    took = seconds_of(read_stages(work_folder(run)))
     recoveries = [seconds for name, seconds in took if name == RECOVER][1:]  # the first leg's loads what it has just saved
     commits = [seconds for name, seconds in took if name.startswith("commit ")][WARM_UP:]
     walls = [manifest.timings["wall"] for manifest in chain_of(run)[1 + WARM_UP :]]

@@ -112,8 +112,8 @@ def count_logits(config: RunConfig, micro_batch: MicroBatch, *, entropy: bool, f
     settings = TorchSettings(config.training, config.seed, 1.0, torch.device("cpu"))
     backend = TorchBackend(config.model, settings)
     backend.build_frozen(Policy.REFERENCE, config.model)
-    num_tokens = len(micro_batch.place_N)
-    with LogitsCount(num_tokens) as count, settings.arithmetic():
+    num_tokens = len(micro_batch.token_index_N)
+    with LogitsCount(num_tokens) as count, settings.autocast():
         scored = backend._scorer(micro_batch, backend._reference_states(micro_batch) if full_kl else None)
         loss = scored.logprobs_N.sum()
         if entropy:

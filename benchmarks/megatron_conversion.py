@@ -21,10 +21,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwe
 
 from roll_core.config.training.layout import LayoutConfig
 from roll_core.config.training.training import TrainingConfig
-from roll_core.models.checkpoint_names import as_checkpoint
+from roll_core.models.checkpoint_names import to_checkpoint_names
 from roll_core.models.megatron_names import MegatronNames
 from roll_core.models.tensor_files import TensorFiles, WriterRank, write_tensors
-from roll_core.weights.shards import TensorGatherer, fill
+from roll_core.weights.shards import TensorGatherer, load_shards
 
 SIZES = {"vocab_size": 32_000, "num_attention_heads": 16, "num_key_value_heads": 4, "num_hidden_layers": 16}
 MODELS = {
@@ -69,19 +69,19 @@ def convert(rank: int, num_ranks: int, layout: LayoutConfig, folder: Path, shard
     with on_device():
         from roll_core.training.megatron.model import build_chunks
         from roll_core.training.megatron.shards import shards_of
-        from roll_core.training.megatron.world import adopt_layout
+        from roll_core.training.megatron.world import initialize_layout
 
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=num_ranks)
         training, device = TrainingConfig(backend="megatron", layout=layout), torch.device("cpu")
         config = AutoConfig.from_pretrained(folder / "before")
-        adopt_layout(layout, device, seed=0)
+        initialize_layout(layout, device, seed=0)
         chunks = build_chunks(config, training, device)
         for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
             parameter.data.zero_()
         shards, names, peaks = shards_of(chunks), MegatronNames(config), {}
         with peak_memory(peaks, "read"):
-            fill(shards, names, TensorFiles(folder / "before"))
+            load_shards(shards, names, TensorFiles(folder / "before"))
         with peak_memory(peaks, "written"):
             weights = TensorGatherer(shards, names, bucket_bytes=shard_bytes // 8).tensors(
                 lambda each: each.data, torch.float32
@@ -94,7 +94,7 @@ def convert(rank: int, num_ranks: int, layout: LayoutConfig, folder: Path, shard
 def random_weights(config: PretrainedConfig) -> Iterator[tuple[str, torch.Tensor]]:
     with torch.device("meta"):
         described = AutoModelForCausalLM.from_config(config)
-    return ((name, torch.randn(tensor.shape)) for name, tensor in as_checkpoint(described.named_parameters()))
+    return ((name, torch.randn(tensor.shape)) for name, tensor in to_checkpoint_names(described.named_parameters()))
 
 
 @contextmanager

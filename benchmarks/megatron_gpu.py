@@ -29,7 +29,7 @@ from roll_core.config.run import RunConfig
 from roll_core.config.training.training import BackendKind, Packing, Precision, TrainingConfig
 from roll_core.planning.memory import TrainerMemory, trainer_memory
 from roll_core.planning.model_shape import shape_of
-from roll_core.training.megatron.backend import Initial, MegatronBackend, MegatronSettings
+from roll_core.training.megatron.backend import InitialWeights, MegatronBackend, MegatronSettings
 from roll_core.types.sample import Sample
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -139,12 +139,12 @@ def measure(options: argparse.Namespace, config: PretrainedConfig, model: Pretra
         packing=Packing.NONE,  # what `work` makes: every row is one sequence
     )
     plan = planned(training, model)
-    terms = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "stepping")
+    terms = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "step_temporaries")
     print(f"planned: {plan.peak:.1f} GB at most ({', '.join(f'{term} {getattr(plan, term):.1f}' for term in terms)})")
     if options.plan_only:
         return
     began_at = time.perf_counter()
-    backend = MegatronBackend(model, MegatronSettings(training, 0, 1.0, DEVICE, Initial.DRAWN))
+    backend = MegatronBackend(model, MegatronSettings(training, 0, 1.0, DEVICE, InitialWeights.DRAWN))
     backend.start_optimizer(OptimizerConfig(), total_steps=1000)
     print(f"built in {time.perf_counter() - began_at:.0f} s: {memory()}")
     micro_batches = work(config, options.sequences, options.length, training)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from roll_core.batching.micro_batch import GlobalCounts, build_micro_batches
 from roll_core.batching.packing import PackingLimits
-from roll_core.batching.token_data import untaught
+from roll_core.batching.token_data import blank_token_data
 from roll_core.config.model import Architecture, ScratchModel
 from roll_core.config.rollout import InFlightPolicy
 from roll_core.config.training.experts import ExpertsConfig
@@ -24,7 +24,7 @@ from roll_core.inference.base import WeightsUpdate, adopt
 from roll_core.inference.requests import GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
 from roll_core.models.causal_lm import build_model
-from roll_core.models.checkpoint_names import as_checkpoint
+from roll_core.models.checkpoint_names import to_checkpoint_names
 from roll_core.training.base import Policy
 from roll_core.training.torch.backend import TorchBackend
 from roll_core.training.torch.trainable import TorchSettings
@@ -56,7 +56,7 @@ async def sampled(model: ScratchModel, sampler: Sampler, count: int) -> tuple[li
     engine = TorchEngine(model, seed=0, num_slots=64, device=CPU, dtype=sampler.dtype)
     engine.record_experts()
     generator, weights = torch.Generator().manual_seed(0), dict[str, Tensor]()
-    for name, parameter in as_checkpoint((n, p.detach()) for n, p in build_model(model, 0).named_parameters()):
+    for name, parameter in to_checkpoint_names((n, p.detach()) for n, p in build_model(model, 0).named_parameters()):
         noise = sampler.noise * model.init_std if name.endswith("mlp.gate.weight") else 0.0
         weights[name] = parameter + noise * torch.randn(parameter.shape, generator=generator)
     await adopt(engine, WeightsUpdate(0, weights.items()), InFlightPolicy.FINISH)
@@ -73,7 +73,7 @@ def scored(model: ScratchModel, samples: list[Sample], experts: ExpertsConfig) -
     num_tokens = len(samples) * NEW_TOKENS
     parts = build_micro_batches(
         samples,
-        untaught(num_tokens),
+        blank_token_data(num_tokens),
         chosen=range(len(samples)),
         counts=GlobalCounts(num_tokens, len(samples)),
         rank=0,
@@ -82,7 +82,7 @@ def scored(model: ScratchModel, samples: list[Sample], experts: ExpertsConfig) -
     )
     found = torch.zeros(num_tokens)
     for part, logprobs_N in zip(parts, backend.logprobs(parts, Policy.CURRENT), strict=True):
-        found[part.place_N] = logprobs_N
+        found[part.token_index_N] = logprobs_N
     return found
 
 

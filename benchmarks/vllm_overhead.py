@@ -106,13 +106,15 @@ def _close_engine(actor: Any) -> float:
 
 def _weights(config: RunConfig) -> RayWeights:
     from roll_core.models.causal_lm import build_model
-    from roll_core.models.checkpoint_names import as_checkpoint
+    from roll_core.models.checkpoint_names import to_checkpoint_names
     from roll_core.weights.buckets import pack
-    from roll_core.weights.checks import Watch
+    from roll_core.weights.checks import CheckRecorder
 
-    watch = Watch(1)
-    buckets = tuple(ray.put(b) for b in pack(watch.over(as_checkpoint(build_model(config.model, 0).named_parameters()))))
-    return RayWeights(1, buckets, ray.put(watch.check), "")
+    recorder = CheckRecorder(1)
+    buckets = tuple(
+        ray.put(b) for b in pack(recorder.observe(to_checkpoint_names(build_model(config.model, 0).named_parameters())))
+    )
+    return RayWeights(1, buckets, ray.put(recorder.check), "")
 
 
 async def measure(config: RunConfig, sequences: int, new_tokens: int, rounds: int) -> list[Seen]:

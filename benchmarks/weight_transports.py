@@ -27,7 +27,7 @@ from roll_core.models.causal_lm import build_model
 from roll_core.roles.fleet import RANK_0, Fleet
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.runs import open_run
-from roll_core.weights.stored import encode_difference
+from roll_core.weights.stored import encode_delta
 
 HIDDEN, INTERMEDIATE = 576, 1536
 PARAMETERS_PER_LAYER = HIDDEN * (2 * HIDDEN + 2 * HIDDEN // 3 + 3 * INTERMEDIATE)
@@ -102,7 +102,7 @@ def print_differences(learning_rates: tuple[float, ...] = (1e-6, 1e-5)) -> None:
         before, after = two_versions(learning_rate)
         for dtype in (torch.float32, torch.bfloat16):
             old, new = (flat.to(dtype).view(torch.uint8).numpy() for flat in (before, after))
-            share = len(encode_difference(old, new, dtype.itemsize)) / new.nbytes
+            share = len(encode_delta(old, new, dtype.itemsize)) / new.nbytes
             changed = np.mean((old != new).reshape(-1, dtype.itemsize).any(axis=1))
             print(f"{learning_rate:13.0e}   {str(dtype)[6:]:<10} {changed:15.1%} {share:22.1%}", flush=True)
 

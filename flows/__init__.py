@@ -1,1 +1,1 @@
-"""What happens, in order. Prefect flows; no tensors, no clusters. `flows.cli` is the `roll` command."""
+"""Prefect flows: the order in which tasks run. They know no tensors and no clusters. `flows.cli` is the `roll` command."""

@@ -1,4 +1,4 @@
-"""The policy of a checkpoint as a Hugging Face folder, written by roles of its own."""
+"""Flow `export`: write the policy of a checkpoint as a Hugging Face folder (`roll export`). It starts roles of its own."""
 
 import tempfile
 from pathlib import Path
@@ -13,13 +13,13 @@ from tasks.export import write_export
 
 @flow(name="export", flow_run_name="export {run_id}@{iteration}")
 def export(run_id: str, iteration: int, store: str, folder: str) -> Receipt:
-    """Write the policy a run had after an iteration that has a checkpoint. Writes nothing into the store."""
+    """Export a run's policy after an iteration that has a checkpoint, into a folder. Writes nothing into the store."""
     from roll_core.roles.fleet import Fleet
 
-    there = ObjectStore(store)
-    run, chain = find_run(there, run_id), read_chain(there, run_id)
+    object_store = ObjectStore(store)
+    run, chain = find_run(object_store, run_id), read_chain(object_store, run_id)
     with tempfile.TemporaryDirectory(prefix="roll-export-") as scratch:
         leg_dir = Path(scratch) / "leg"
         leg_dir.mkdir()
-        with Fleet(run, read_config(run).to_learn_only, leg_dir) as fleet:
-            return write_export(chain[: iteration + 1], there, Path(folder), fleet)
+        with Fleet(run, read_config(run).without_engines, leg_dir) as fleet:
+            return write_export(chain[: iteration + 1], object_store, Path(folder), fleet)

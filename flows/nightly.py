@@ -1,4 +1,4 @@
-"""Every night: are the small reference runs as good and as fast as they were? A regression fails the flow run."""
+"""Flow `nightly`: train small reference runs, and fail if one learns worse or runs slower than earlier accepted runs."""
 
 from prefect import flow, get_run_logger
 
@@ -6,39 +6,43 @@ from flows.rlvr import rlvr
 from roll_core.config.load import load_config, load_nightly
 from roll_core.config.operations.nightly import ReferenceRun, Tolerances
 from roll_core.errors import RegressionFound, RollError, UserError
-from roll_core.reporting.regression import is_only_slower, sentence
+from roll_core.reporting.regression import is_only_slower, verdict_sentence
 from roll_core.types.regression import Verdict
 from tasks.nightly import judge_run, read_accepted, report
 
 WAIT_FOR_MLFLOW = "tracking.drain_seconds=300"
-"""A run that has not arrived at MLflow cannot be judged, and there is no next leg that could upload the rest."""
+"""Override that makes a run wait up to 300 seconds for its upload to MLflow. A run is judged by what is in MLflow, and a
+finished run has no next leg that would upload the rest."""
 
 
 @flow(name="nightly")
 def nightly(config: str = "configs/nightly.yaml", overrides: list[str] | None = None) -> list[Verdict]:
-    """Train every reference, judge it by the accepted runs of the nights before, and fail if one is worse.
+    """Train every reference run, judge it against the accepted runs of earlier nights, and fail if one is worse.
 
-    Overrides are for all references: where a site has its store and its MLflow.
+    `overrides` apply to all references, for example the URIs of a site's store and MLflow server.
     """
     plan = load_nightly(config)
-    verdicts = [examine(reference, plan.tolerances, overrides or []) for reference in plan.references]
+    verdicts = [judge_reference(reference, plan.tolerances, overrides or []) for reference in plan.references]
     report(verdicts)
     if any(verdict.is_regression for verdict in verdicts):
-        raise RegressionFound("\n".join(map(sentence, verdicts)))
+        raise RegressionFound("\n".join(map(verdict_sentence, verdicts)))
     return verdicts
 
 
-def examine(reference: ReferenceRun, tolerances: Tolerances, overrides: list[str]) -> Verdict:
-    """A reference's verdict of tonight. One that is only slower is trained once more, and what is then found holds: a busy
-    machine seldom is so twice, slower code always is."""
+def judge_reference(reference: ReferenceRun, tolerances: Tolerances, overrides: list[str]) -> Verdict:
+    """Train and judge a reference run. If it is only slower, repeat that once and return the second verdict.
+
+    A busy machine is seldom slow twice; slower code always is.
+    """
     verdict = train_and_judge(reference, tolerances, overrides)
     if not is_only_slower(verdict):
         return verdict
-    get_run_logger().warning("%s; training it once more", sentence(verdict))
+    get_run_logger().warning("%s; training it once more", verdict_sentence(verdict))
     return train_and_judge(reference, tolerances, overrides)
 
 
 def train_and_judge(reference: ReferenceRun, tolerances: Tolerances, overrides: list[str]) -> Verdict:
+    """Train a reference run and judge it. A run that does not finish is a regression."""
     settings = [WAIT_FOR_MLFLOW, *reference.overrides, *overrides]
     config = load_config(reference.config, settings)
     accepted = read_accepted(config)
@@ -49,5 +53,5 @@ def train_and_judge(reference: ReferenceRun, tolerances: Tolerances, overrides: 
     except RollError as error:
         return Verdict(reference=config.name, run_id=config.name, defects=(f"training did not finish: {error}",))
     verdict = judge_run(run_id, config, accepted, reference, tolerances)
-    get_run_logger().info(sentence(verdict))
+    get_run_logger().info(verdict_sentence(verdict))
     return verdict

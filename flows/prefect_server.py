@@ -1,4 +1,7 @@
-"""Which Prefect a command talks to: the one PREFECT_API_URL names, or an embedded one that lives as long as it does."""
+"""Choice and start of the Prefect server that a command or a leg uses.
+
+PREFECT_API_URL names an existing server. Without it, a command starts an embedded server that lives as long as the command.
+"""
 
 import contextlib
 import functools
@@ -19,45 +22,51 @@ from roll_core.errors import DeadlineExceeded
 from roll_core.host import end_with_parent, free_port
 
 START_DEADLINE_S = 120.0
-"""The first start creates and migrates a database, which took up to a minute on a loaded two-core machine."""
+"""Seconds that a server may take to start. The first start creates and migrates a database, which took up to a minute on a
+loaded two-core machine."""
 
 QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1", "PREFECT_LOGGING_LEVEL": "CRITICAL"}
-"""The command says itself what went wrong; an embedded server has no page on which to read logs."""
+"""Environment of an embedded server: no telemetry, no logging. The command itself reports errors, and the server has no UI
+that would show logs."""
 
 
-_PATIENCE = {"PREFECT_CLIENT_MAX_RETRIES": "3"}
-"""A flow needs its server when it begins and when it ends, and waits for it for about 15 s each time (Prefect's own default
-is a minute). Nothing in between does."""
-FAREWELL_SECONDS = 10.0
-"""At the end of a process Prefect delivers the events it has left, for minutes if nobody takes them."""
+_CLIENT_RETRIES = {"PREFECT_CLIENT_MAX_RETRIES": "3"}
+"""Environment that limits the retries of Prefect's client to about 15 s (Prefect's default is a minute). A flow needs its
+server only when it begins and when it ends."""
+SHUTDOWN_S = 10.0
+"""Seconds that Prefect has to deliver its last events when a process ends. Without a server it would try for minutes."""
 
 
-def leave_soon(exit_code: int) -> None:
-    """End this process soon if there is nobody to take Prefect's last events: to be called when all is done that matters."""
+def exit_soon(exit_code: int) -> None:
+    """Exit within SHUTDOWN_S if no Prefect server is reachable for Prefect's last events. Call it when all work is done."""
     url = os.environ.get("PREFECT_API_URL")
-    if url is not None and answers(url):
+    if url is not None and is_healthy(url):
         return
-    farewell = threading.Timer(FAREWELL_SECONDS, os._exit, [exit_code])
-    farewell.daemon = True
-    farewell.start()
+    timer = threading.Timer(SHUTDOWN_S, os._exit, [exit_code])
+    timer.daemon = True
+    timer.start()
 
 
-_COMPLETE_DATABASE = {"PREFECT_API_DATABASE_MIGRATE_ON_START": "false", "PREFECT_API_BLOCKS_REGISTER_ON_START": "false"}
-"""A copy of a database that a server of the same version has made needs neither: one to two seconds of a processor."""
+_SKIP_DATABASE_SETUP = {"PREFECT_API_DATABASE_MIGRATE_ON_START": "false", "PREFECT_API_BLOCKS_REGISTER_ON_START": "false"}
+"""Environment that skips migration and block registration, which take one to two CPU seconds. For a copy of a database that
+a server of the same version has created."""
 
-EMBEDDED = "ROLL_EMBEDDED_PREFECT"
-"""Set, beside PREFECT_API_URL, while that is the address of an embedded server."""
+EMBEDDED_VARIABLE = "ROLL_EMBEDDED_PREFECT"
+"""Environment variable that is set while PREFECT_API_URL is the address of an embedded server."""
 
 
 def is_embedded() -> bool:
-    """Whether the Prefect server in use is one that only this machine reaches, and that ends with a command."""
-    return EMBEDDED in os.environ
+    """True if the Prefect server in use is embedded: reachable from this machine only, and ending with the command."""
+    return EMBEDDED_VARIABLE in os.environ
 
 
 @contextlib.contextmanager
 def prefect_api(log_dir: Path) -> Iterator[str]:
-    """The address of a running Prefect API, exported so that legs report to the same one."""
-    for name, value in _PATIENCE.items():
+    """Provide the URL of a running Prefect API during the block: that of PREFECT_API_URL, or of an embedded server.
+
+    The URL is exported as PREFECT_API_URL, so legs report to the same server.
+    """
+    for name, value in _CLIENT_RETRIES.items():
         os.environ.setdefault(name, value)
     given = os.environ.get("PREFECT_API_URL")
     if given:
@@ -66,40 +75,40 @@ def prefect_api(log_dir: Path) -> Iterator[str]:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     with embedded_server(log_dir, dict(os.environ)) as url:
-        os.environ |= {"PREFECT_API_URL": url, EMBEDDED: "1"}
+        os.environ |= {"PREFECT_API_URL": url, EMBEDDED_VARIABLE: "1"}
         try:
             yield url
         finally:
-            del os.environ["PREFECT_API_URL"], os.environ[EMBEDDED]
+            del os.environ["PREFECT_API_URL"], os.environ[EMBEDDED_VARIABLE]
 
 
 @contextlib.contextmanager
-def own_api(log_dir: Path, home: Path, template: Path) -> Iterator[Callable[[], None]]:
-    """A Prefect server for this process alone, of which nothing is left: for a leg on a node that reaches no other.
+def private_server(log_dir: Path, home: Path, template: Path) -> Iterator[Callable[[], None]]:
+    """Run a temporary Prefect server for this process alone: for a leg on a node that reaches no other server.
 
-    It is on its way when the block begins, for Prefect to be imported meanwhile; call what the block is given before the
-    server is needed. What takes longest is the first start, which makes the database: `template`, on a disk that other legs
-    share, keeps one.
+    The server is starting when the block begins, so Prefect can be imported meanwhile. The block gets a function that waits
+    until the server is up. Creating the database dominates the first start; a copy is kept at `template`, on a disk that all
+    legs share, and later legs start from it.
     """
     assert "prefect" not in sys.modules, "Prefect reads its settings when it is imported"
     database = home / "prefect.db"
     environment = os.environ | QUIET | {"PREFECT_HOME": str(home)}
-    if is_warm := template.exists():
+    if has_template := template.exists():
         shutil.copyfile(template, database)
-        environment |= _COMPLETE_DATABASE
+        environment |= _SKIP_DATABASE_SETUP
     with _starting_server(log_dir, environment) as (url, wait_until_up):
         os.environ["PREFECT_API_URL"] = url
 
         def wait() -> None:
             wait_until_up()
-            if not is_warm:
+            if not has_template:
                 _copy_database(database, template)
 
         yield wait
 
 
 def _copy_database(database: Path, copy: Path) -> None:
-    """Of a database in use; appears whole."""
+    """Copy an SQLite database that is in use. The copy appears atomically."""
     draft = copy.with_name(f"{copy.name}.{uuid.uuid4().hex[:8]}")
     with contextlib.closing(sqlite3.connect(database)) as source, contextlib.closing(sqlite3.connect(draft)) as target:
         source.backup(target)
@@ -108,7 +117,7 @@ def _copy_database(database: Path, copy: Path) -> None:
 
 @contextlib.contextmanager
 def embedded_server(log_dir: Path, environment: dict[str, str]) -> Iterator[str]:
-    """The address of a Prefect server of our own, that lives as long as the block."""
+    """Run an embedded Prefect server during the block, and provide its URL once it is up."""
     with _starting_server(log_dir, environment) as (url, wait_until_up):
         wait_until_up()
         yield url
@@ -116,13 +125,13 @@ def embedded_server(log_dir: Path, environment: dict[str, str]) -> Iterator[str]
 
 @contextlib.contextmanager
 def _starting_server(log_dir: Path, environment: dict[str, str]) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The same, on its way: its address, and how to wait until it answers there."""
+    """Run an embedded Prefect server during the block. Yield its URL, and a function that waits until the server is up."""
     port = free_port()
     log_dir.mkdir(parents=True, exist_ok=True)
     log_file = log_dir / "prefect-server.log"
     command = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "error", "--lifespan", "on"]
-    # Prefect's own settings for a server that lives as long as a command: no page, no schedules.
+    # Prefect's own settings for an ephemeral server: no UI, no scheduler.
     environment |= {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
     with background_process(command, environment, log_file) as server:
         url = f"http://127.0.0.1:{port}/api"
@@ -131,9 +140,10 @@ def _starting_server(log_dir: Path, environment: dict[str, str]) -> Iterator[tup
 
 @contextlib.contextmanager
 def background_process(command: list[str], environment: dict[str, str], log_file: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A service for as long as the block lasts.
+    """Run a background service during the block, with its output in a log file.
 
-    It has a session of its own, so that Ctrl-C reaches it last, and is tied to this process: kill -9 leaves no orphan.
+    The service has a session of its own, so Ctrl-C does not reach it. The kernel ends it when this process dies, even by
+    SIGKILL.
     """
     with open(log_file, "ab") as log:
         process = subprocess.Popen(
@@ -155,16 +165,17 @@ def background_process(command: list[str], environment: dict[str, str], log_file
 
 
 def wait_until_healthy(server: subprocess.Popen[bytes], url: str, log_file: Path) -> None:
+    """Wait until a server that was started responds at its URL; DeadlineExceeded if it ends or takes START_DEADLINE_S."""
     ends_at = time.monotonic() + START_DEADLINE_S
     while time.monotonic() < ends_at and server.poll() is None:
-        if answers(url):
+        if is_healthy(url):
             return
         time.sleep(0.1)
     raise DeadlineExceeded(f"the embedded Prefect server did not start; its log is {log_file}")
 
 
-def answers(url: str) -> bool:
-    """Whether a server is up."""
+def is_healthy(url: str) -> bool:
+    """True if the Prefect server at a URL is up."""
     with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
         return True
     return False

@@ -1,4 +1,7 @@
-"""The outer flow: reinforcement learning from verifiable rewards, from plan to last leg. Holds no accelerator."""
+"""Outer flow: runs reinforcement learning from verifiable rewards, leg after leg, until the run is done.
+
+It launches legs and decides from their endings whether another one follows. It holds no accelerator.
+"""
 
 from collections.abc import Sequence
 from itertools import count, takewhile
@@ -18,42 +21,42 @@ from roll_core.store.records.runs import RunSummary, read_chain, read_config, st
 from roll_core.tracking.spool import RunStatus
 from roll_core.types.leg import LegEnded, LegEnding
 from roll_core.types.refs import RunRef
-from tasks.legs import elastic_nodes_go, leg_left_behind, note_end, run_leg
+from tasks.legs import cancelling_elastic_jobs, orphaned_leg, record_end, run_leg
 from tasks.progress import announce_run
 from tasks.runs import find_run, open_fork, open_run, summarize
 
 
-def config_name() -> str:
-    """The run's own name is known when it is open, and then its legs have it."""
+def flow_run_name() -> str:
+    """Name of a flow run: the config's file name. The run id does not exist yet; names of legs contain it."""
     return Path(prefect.runtime.flow_run.parameters["config"]).stem
 
 
-@flow(name="rlvr", flow_run_name=config_name)
+@flow(name="rlvr", flow_run_name=flow_run_name)
 def rlvr(config: str, overrides: list[str] | None = None) -> RunSummary:
-    """Open a new run of a config and carry it to its last iteration."""
-    return carry_on(open_run(config, overrides or []))
+    """Open a new run of a config and train it to its last iteration."""
+    return run_legs(open_run(config, overrides or []))
 
 
 @flow(name="rlvr-resume", flow_run_name="resume {run_id}")
 def rlvr_resume(run_id: str, store: str) -> RunSummary:
-    """Carry on a run that was stopped, killed or lost."""
-    return carry_on(find_run(run_id, store))
+    """Resume a run that was stopped or killed."""
+    return run_legs(find_run(run_id, store))
 
 
 @flow(name="rlvr-fork", flow_run_name="fork {run_id}@{iteration}")
 def rlvr_fork(run_id: str, iteration: int, store: str, overrides: list[str] | None = None) -> RunSummary:
-    """Go on from another run's iteration, with another config, as a run of its own."""
-    return carry_on(open_fork(run_id, iteration, overrides or [], store))
+    """Fork a run: open a new run that starts from an iteration of another, with overrides, and train it."""
+    return run_legs(open_fork(run_id, iteration, overrides or [], store))
 
 
-def carry_on(run: RunRef) -> RunSummary:
-    """Leg after leg until the run is done, or until there is a reason to stop."""
+def run_legs(run: RunRef) -> RunSummary:
+    """Run legs one after another until the run is done. Raise LegFailed if no further leg should follow."""
     logger = get_run_logger()
     announce_run(run)
     config = read_config(run)
     endings: list[LegEnded] = []
-    with elastic_nodes_go(run):
-        for number in count(leg_left_behind(run) or next_leg(run)):
+    with cancelling_elastic_jobs(run):
+        for number in count(orphaned_leg(run) or next_leg(run)):
             ended = run_leg(run, number, run_train_leg, context_for_leg)
             if ended.ending is LegEnding.FINISHED:
                 break
@@ -63,14 +66,17 @@ def carry_on(run: RunRef) -> RunSummary:
             logger.warning("leg %d: %s at iteration %s: %s", ended.leg, ended.ending, ended.last_iteration, ended.cause)
             reason = reason_to_stop(endings, config.legs)
             if reason is not None:
-                note_end(run, config, RunStatus.FAILED)
+                record_end(run, config, RunStatus.FAILED)
                 raise LegFailed(reason)
     return summarize(run)
 
 
-def should_follow(run: RunRef, ended: LegEnded, num_restarts: int) -> bool:
-    """Whether a script that carries a run without a flow should go on. It knows of legs before this one only how many there
-    were: `legs.max_interruptions` of them, unless this one has committed something."""
+def should_requeue(run: RunRef, ended: LegEnded, num_restarts: int) -> bool:
+    """True if the sbatch script of a run without a flow should requeue its job for another leg.
+
+    The leg must have ended by walltime, preemption or a lost node. It must also have committed an iteration, or the job must
+    have fewer than `legs.max_interruptions` restarts, which is all that the script knows about earlier legs.
+    """
     if ended.ending not in (LegEnding.WALLTIME, LegEnding.PREEMPTED, LegEnding.NODE_FAIL):
         return False
     chain = read_chain(store_of(run), run.run_id)
@@ -79,16 +85,18 @@ def should_follow(run: RunRef, ended: LegEnded, num_restarts: int) -> bool:
 
 
 def context_for_leg(config: RunConfig) -> dict[str, Any] | None:
-    """By which a leg becomes a child of the flow that launches it; None if it cannot reach its server: an embedded one is on
-    this machine and ends with the command, as a SLURM leg does not."""
+    """Return the Prefect context that makes a leg a child of this flow run; None if the leg cannot reach its server.
+
+    A SLURM leg cannot reach an embedded server, which is on this machine only and ends with the command.
+    """
     unreachable = is_embedded() and isinstance(config.legs.launcher, SlurmLauncherConfig)
     return None if unreachable else serialize_context()
 
 
 def reason_to_stop(endings: Sequence[LegEnded], legs: LegsConfig) -> str | None:
-    """Why no leg should follow these, none of which finished, the last one last; None if one should."""
+    """Return why no leg should follow these unfinished legs, in the order they ran; None if another leg should follow."""
     last = endings[-1]
-    stuck = list(takewhile(lambda ended: ended.last_iteration == last.last_iteration, reversed(endings)))
+    without_progress = list(takewhile(lambda ended: ended.last_iteration == last.last_iteration, reversed(endings)))
     match last.last_iteration:
         case None:
             reached = "without its store"
@@ -96,30 +104,31 @@ def reason_to_stop(endings: Sequence[LegEnded], legs: LegsConfig) -> str | None:
             reached = "before its first commit"
         case iteration:
             reached = f"at iteration {iteration}"
-    stopped, told = f"{last.run_id} stopped {reached}", f"{last.cause} (log: {last.log})"
+    stopped, cause_and_log = f"{last.run_id} stopped {reached}", f"{last.cause} (log: {last.log})"
     if last.ending is LegEnding.CANCELLED:
-        return f"{stopped}: the job of its leg was cancelled: {told}"
+        return f"{stopped}: the job of its leg was cancelled: {cause_and_log}"
     if last.ending is LegEnding.FAILED and last.failure is FailureClass.DETERMINISTIC:
         if isinstance(legs.launcher, SlurmLauncherConfig):
-            return f"{stopped}: another leg would fail in the same way: {told}"
-        if len(stuck) > 1 and failed_alike(last, stuck[1]):
-            return f"{stopped}: two legs in a row failed in the same way: {told}"
-    alike, limit, word = policy(last.ending, legs)
-    spent = sum(ended.ending in alike for ended in stuck)
-    if spent > limit:
-        return f"{stopped} after {spent} {word} leg(s); the last one: {told}"
+            return f"{stopped}: another leg would fail in the same way: {cause_and_log}"
+        if len(without_progress) > 1 and is_same_failure(last, without_progress[1]):
+            return f"{stopped}: two legs in a row failed in the same way: {cause_and_log}"
+    counted_endings, limit, word = ending_budget(last.ending, legs)
+    num_counted = sum(ended.ending in counted_endings for ended in without_progress)
+    if num_counted > limit:
+        return f"{stopped} after {num_counted} {word} leg(s); the last one: {cause_and_log}"
     return None
 
 
-def policy(ending: LegEnding, legs: LegsConfig) -> tuple[set[LegEnding], int, str]:
-    """Endings that are counted together with this one, and how many legs in a row may end so at the same iteration."""
+def ending_budget(ending: LegEnding, legs: LegsConfig) -> tuple[set[LegEnding], int, str]:
+    """Return the retry budget of an ending: the endings that count together with it, the number of legs in a row that may
+    end so at the same iteration, and an adjective for the error message."""
     interruptions = {LegEnding.PREEMPTED, LegEnding.NODE_FAIL}
     if isinstance(legs.launcher, LocalLauncherConfig):
-        interruptions.remove(LegEnding.NODE_FAIL)  # there is no other node
+        interruptions.remove(LegEnding.NODE_FAIL)  # this machine is the only node
     match ending:
         case _ if ending in interruptions:
             return interruptions, legs.max_interruptions, "interrupted"
-        case LegEnding.WALLTIME:  # one may always: it has done its work
+        case LegEnding.WALLTIME:  # one is always allowed: the leg that reached this iteration counts too
             return {LegEnding.WALLTIME}, max(1, legs.max_failures), "too short"
         case _:
             return (
@@ -129,12 +138,12 @@ def policy(ending: LegEnding, legs: LegsConfig) -> tuple[set[LegEnding], int, st
             )
 
 
-def failed_alike(one: LegEnded, other: LegEnded) -> bool:
-    """The same input failed twice, and not by chance."""
+def is_same_failure(one: LegEnded, other: LegEnded) -> bool:
+    """True if two legs failed deterministically with the same cause."""
     return one.failure is other.failure is FailureClass.DETERMINISTIC and one.cause == other.cause
 
 
 def next_leg(run: RunRef) -> int:
-    """Legs are numbered over the whole life of a run."""
+    """Number of the next leg of a run. Legs are numbered over the whole life of a run, from 1."""
     chain = read_chain(store_of(run), run.run_id)
     return chain[-1].leg + 1 if chain else 1

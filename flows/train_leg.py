@@ -1,4 +1,4 @@
-"""The inner flow: one leg, one Ray cluster, one iteration after another until the run is done or the leg is."""
+"""Inner flow: one leg of a run on one Ray cluster, iteration after iteration, until the run is done or the leg must stop."""
 
 import logging
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 from httpx import TransportError
 from prefect import flow
 
-from flows.prefect_server import leave_soon
+from flows.prefect_server import exit_soon
 from roll_core.config.run import RunConfig, flat_config
 from roll_core.errors import ArtifactDamaged, RoleDied
 from roll_core.store.records.forks import lineage
@@ -35,33 +35,33 @@ from tasks.stages import (
     update_critic,
     warm_start,
 )
-from tasks.tracking import catch_up
+from tasks.tracking import track_missed
 
-RAY_NOTICES_S = 30.0
-"""A node whose Ray died is known to be gone after so long, and roles are not started there by mistake: Ray asks five times,
-three seconds apart, and may wait for each answer."""
+DEAD_NODE_NOTICE_S = 30.0
+"""Seconds after which Ray has noticed that a node is dead, so that roles are not restarted there. Ray checks a node five
+times, three seconds apart, and may wait for each reply."""
 
 log = logging.getLogger(__name__)
 
 
 @flow(name="train_leg", flow_run_name="{run.run_id} leg {leg}")
-def train_leg(run: RunRef, leg: int, place: LegAllocation) -> LegEnded:
-    """manifest(n+1) = iterate(manifest(n)), until the last, or until the leg's time is up."""
-    with open_services(run, leg, place) as services:
+def train_leg(run: RunRef, leg: int, allocation: LegAllocation) -> LegEnded:
+    """Run iterations, manifest(n+1) = iterate(manifest(n)), until the run's last one or until the leg must stop."""
+    with open_services(run, leg, allocation) as services:
         manifest = begin_or_recover(services)
         ending = LegEnding.FINISHED
         while manifest.iteration < services.config.iterations:
-            if (over := services.leg_time.is_over(services.fleet.checkpoint_s)) is not None:
-                ending = over
+            if (reason := services.leg_time.stop_reason(services.fleet.checkpoint_s)) is not None:
+                ending = reason
                 break
             manifest = iterate(manifest, services)
-            services.leg_time.iterated(manifest)
-        wind_up(manifest, ending, services)
+            services.leg_time.record_iteration(manifest)
+        close_leg(manifest, ending, services)
     return LegEnded(run_id=run.run_id, leg=leg, ending=ending, last_iteration=manifest.iteration)
 
 
-def wind_up(manifest: Manifest, ending: LegEnding, services: Services) -> None:
-    """Nothing is left to do again: a leg that is asked to stop leaves a checkpoint of where it stopped."""
+def close_leg(manifest: Manifest, ending: LegEnding, services: Services) -> None:
+    """Store what must outlive the leg: a checkpoint of the last iteration and, at the end of the run, the export."""
     if ending is not LegEnding.FINISHED:
         checkpoint_committed(manifest, services)
     store_checkpoint(services)
@@ -72,7 +72,7 @@ def wind_up(manifest: Manifest, ending: LegEnding, services: Services) -> None:
 
 
 def iterate(manifest: Manifest, services: Services) -> Manifest:
-    """One iteration, from the manifest before it to its own."""
+    """Run one iteration: from the manifest of the iteration before to the manifest it commits."""
     config = services.config
     collected = collect(next_request(manifest, config), services)
     prepared = prepare(collected, services)
@@ -85,19 +85,22 @@ def iterate(manifest: Manifest, services: Services) -> Manifest:
 
 
 def begin_or_recover(services: Services) -> Manifest:
-    """The last manifest of the run, with every role brought to its policy. A new run shows here that it can be resumed."""
+    """Bring all roles to the policy of the run's last manifest, and return that manifest.
+
+    A new run first commits iteration 0, and then recovers from it: every run proves at its start that it can be resumed.
+    """
     chain = read_chain(services.store, services.run.run_id)
     if not any(manifest.run_id == services.run.run_id for manifest in chain):
-        introduce(services)
-    services.leg_time.begin(chain)
-    catch_up(chain, services)
-    chain = chain or [begin(services)]
+        log_run_description(services)
+    services.leg_time.load_history(chain)
+    track_missed(chain, services)
+    chain = chain or [commit_iteration_zero(services)]
     recover(chain, services)
     return chain[-1]
 
 
-def introduce(services: Services) -> None:
-    """Tell the tracker what this run is, and whom it descends from."""
+def log_run_description(services: Services) -> None:
+    """Send the run's config and, for a fork, its parent to the tracker."""
     services.tracker.log_params(flat_config(services.config))
     services.tracker.log_artifact("config.json", services.config.model_dump_json(indent=1).encode())
     for ancestor in lineage(services.store, services.config)[:1]:
@@ -105,8 +108,8 @@ def introduce(services: Services) -> None:
         services.tracker.log_artifact("fork.txt", "\n".join(ancestor.changes).encode())
 
 
-def begin(services: Services) -> Manifest:
-    """Iteration 0: the policy training starts from, evaluated and checkpointed."""
+def commit_iteration_zero(services: Services) -> Manifest:
+    """Commit iteration 0: the policy that training starts from, after any warm start, evaluated and checkpointed."""
     start = Updated(iteration=0, weights_version=0) if services.config.warm_start is None else warm_start(services)
     published = publish(start, services)
     evaluated = evaluate(start, services)
@@ -116,7 +119,7 @@ def begin(services: Services) -> Manifest:
 
 
 def next_request(manifest: Manifest, config: RunConfig) -> CollectRequest:
-    """What to collect after a manifest: a pure function of it, so that every leg asks for the same."""
+    """Return the collect request that follows a manifest. It is a pure function of it: every leg makes the same request."""
     return CollectRequest(
         iteration=manifest.iteration + 1,
         parent=record_digest(manifest),
@@ -127,50 +130,51 @@ def next_request(manifest: Manifest, config: RunConfig) -> CollectRequest:
 
 
 def is_due(updated: Updated, every: int, config: RunConfig) -> bool:
-    """Every k iterations, and at the last."""
+    """True if a periodic stage is due: every `every` iterations, and after the run's last iteration."""
     return updated.iteration % every == 0 or updated.iteration == config.iterations
 
 
-def answer_of_leg(run: RunRef, leg: int, place: LegAllocation) -> LegEnded:
-    """How a leg ended, by the Prefect server that is set: the flow's answer; failures become one, too."""
+def run_leg_flow(run: RunRef, leg: int, allocation: LegAllocation) -> LegEnded:
+    """Run the train_leg flow and return how the leg ended. Exceptions become a LegEnded too."""
     scratch = run_dir(run, read_config(run))
     if not any(manifest.run_id == run.run_id for manifest in read_chain(store_of(run), run.run_id)):
-        # Scratch of a run of the same name in another store, or in one since deleted.
+        # These folders belong to a run of the same name in another store, or in a store that was deleted since.
         for folder in ("stage-cache", "spool"):
             shutil.rmtree(scratch / folder, ignore_errors=True)
     try:
-        return train_on(run, leg, place, scratch / "stage-cache")
+        return train_with_restarts(run, leg, allocation, scratch / "stage-cache")
     except TransportError as error:
-        # Of Prefect's client. If the body of the flow came to its end, all that is missing is that the server knows.
+        # Prefect's client lost its server. If the run is finished, only the flow's final state was not reported.
         return finished_leg(run, leg) or leg_failed(run, leg, error)
     except Exception as error:
-        traceback.print_exc()  # the answer is one line; the leg's log has the rest
+        traceback.print_exc()  # LegEnded holds one line; the leg's log has the traceback
         if isinstance(error, ArtifactDamaged):
-            # A kept answer may name rollouts that were collected as garbage before they were committed: make it again.
+            # A cached result may name rollouts that were garbage-collected before they were committed: compute it again.
             shutil.rmtree(scratch / "stage-cache", ignore_errors=True)
         return leg_failed(run, leg, error)
     finally:
-        leave_soon(exit_code=0)
+        exit_soon(exit_code=0)
 
 
-def train_on(run: RunRef, leg: int, place: LegAllocation, stage_cache: Path) -> LegEnded:
-    """The flow; and again, with new roles, where one died in an allocation that has to be waited for and is still there.
+def train_with_restarts(run: RunRef, leg: int, allocation: LegAllocation, stage_cache: Path) -> LegEnded:
+    """Run the train_leg flow, and run it again with new roles if a role died in a SLURM allocation.
 
-    Whoever has committed nothing since the last time would not get further by that: the next leg may have other machines.
+    A restart saves the wait for another allocation. If nothing was committed since the last start, the error is raised: this
+    allocation would not get further, and the next leg may get other nodes.
     """
     while True:
         num_committed = len(read_chain(store_of(run), run.run_id))
         try:
-            return train_leg.with_options(result_storage=stage_cache)(run, leg, place)
+            return train_leg.with_options(result_storage=stage_cache)(run, leg, allocation)
         except RoleDied as error:
-            if place.ray_address is None or len(read_chain(store_of(run), run.run_id)) == num_committed:
+            if allocation.ray_address is None or len(read_chain(store_of(run), run.run_id)) == num_committed:
                 raise
             log.warning("leg %d: %s; its roles are started again", leg, error)
-            time.sleep(RAY_NOTICES_S)
+            time.sleep(DEAD_NODE_NOTICE_S)
 
 
 def finished_leg(run: RunRef, leg: int) -> LegEnded | None:
-    """The answer of a leg that has nothing left to do, if it has not."""
+    """FINISHED LegEnded if the run's last iteration is committed, else None."""
     chain = read_chain(store_of(run), run.run_id)
     if not chain or chain[-1].iteration < read_config(run).iterations:
         return None

@@ -1,56 +1,57 @@
-"""Errors that cross a boundary, each with one sentence a person can act on.
+"""Exceptions that cross a process or module boundary, each with a one-sentence message that a person can act on.
 
-The command line prints the sentence and exits with the class's `exit_code`; nothing here is ever shown as a traceback.
-`classify` says of these, and of any other exception, what is to be done about it.
+The command line prints the message, without a traceback, and exits with the class's `exit_code`. `classify` maps these and
+all other exceptions to a failure class, which decides what happens next.
 """
 
 from enum import StrEnum
 
 
 class FailureClass(StrEnum):
-    """What a failure asks for."""
+    """Class of a failure, which decides how it is handled."""
 
     TRANSIENT = "transient"
-    """It passes by itself: try again."""
+    """The failure may pass by itself: retry."""
     DATA = "data"
-    """It is about one sample: leave that out and count it."""
+    """The failure concerns one sample: exclude the sample and count it."""
     DETERMINISTIC = "deterministic"
-    """The same input fails the same way: stop, and say why."""
+    """The same input fails in the same way again: stop and report."""
 
 
 class RollError(Exception):
-    """Something outside the code went wrong; the message says what and what to do."""
+    """Base of our exceptions: something outside the code went wrong. The message says what happened and what to do."""
 
     exit_code = 1
+    """Exit code of a command that ends with this error."""
     failure = FailureClass.DETERMINISTIC
 
 
 class UserError(RollError, ValueError):
-    """The user asked for something impossible: refused before anything starts, naming the key and the fix."""
+    """Mistake of the user, refused before anything starts. The message names the config key and a fix."""
 
     exit_code = 2
 
 
 class ArtifactDamaged(RollError):
-    """Stored bytes do not match the digest they are named by; they were not loaded."""
+    """Stored bytes do not match the digest that names them. They were not loaded."""
 
 
 class StoreUnavailable(RollError, OSError):
-    """The store did not answer for as long as the config lets requests be repeated; what was committed is there."""
+    """The store did not respond for `store.retry_seconds`. Committed data is unaffected."""
 
     failure = FailureClass.TRANSIENT
 
 
 class StoreRefused(RollError, OSError):
-    """The store answered, and repeating the request would not change the answer."""
+    """The store rejected a request, and a retry would be rejected too."""
 
 
 class IterationTaken(RollError):
-    """Another writer committed this iteration first; this one must stop."""
+    """Another leg committed this iteration first, or holds the run's lease. This leg is fenced and must stop."""
 
 
 class DeadlineExceeded(RollError):
-    """Somebody named in the message did not answer in time."""
+    """A role or service, named in the message, did not reply in time."""
 
     failure = FailureClass.TRANSIENT
 
@@ -62,12 +63,12 @@ class RoleDied(RollError):
 
 
 class NodeUnfit(RollError):
-    """Nodes of a leg are not fit for roles. It is about them, not about the run: the next leg may do without them."""
+    """Nodes of a leg failed their health check. The next leg may get other nodes."""
 
     failure = FailureClass.TRANSIENT
 
     def __init__(self, reasons: dict[str, str]):
-        """Example: NodeUnfit({"gpu-017": "/tmp has 0.2 GB left"})"""
+        """Name the unfit nodes, each with a reason. Example: NodeUnfit({"gpu-017": "/tmp has 0.2 GB left"})"""
         super().__init__("; ".join(f"node {node}: {reason}" for node, reason in reasons.items()))
         self.reasons = reasons
 
@@ -76,27 +77,27 @@ class NodeUnfit(RollError):
 
 
 class WrongWeights(RollError):
-    """What an engine took over is not what the trainer published; it does not serve."""
+    """An engine's weights differ from those that the trainer published. The engine does not serve."""
 
 
 class BroadcastBroken(RollError):
-    """Somebody who takes part in broadcasting weights is gone or late; they can take another way."""
+    """A participant in a broadcast of weights is dead or late. The weights can use another transport."""
 
     failure = FailureClass.TRANSIENT
 
 
 class SamplerMismatch(RollError):
-    """Engines and trainer differ about tokens of the same weights, beyond training.mismatch; the policy did not move."""
+    """Logprobs of trainer and sampler mismatch beyond the limits of `training.mismatch`. The policy was not updated."""
 
 
 class EngineDied(RollError):
-    """What an engine generates with ended; the engine is of no use any more."""
+    """The generating process of an engine ended. The engine must be replaced."""
 
     failure = FailureClass.TRANSIENT
 
 
 class RewardUnavailable(RollError):
-    """A service that grading needs does not answer. Says nothing about the trajectory, which is graded again."""
+    """A service that grading needs is down. The trajectory is not at fault and is graded again."""
 
     failure = FailureClass.TRANSIENT
 
@@ -115,36 +116,40 @@ class RewardError(RollError):
 
 
 class LegFailed(RollError):
-    """A leg ended without finishing the run; what was committed stays and can be resumed."""
+    """A run stopped before its last iteration, because of how its last leg ended. The run can be resumed."""
 
 
 class RegressionFound(RollError):
-    """A reference run is worse than those that were accepted before it; the message says in what."""
+    """A reference run is worse than the accepted runs before it. The message names the quantities."""
 
 
-ABOUT_THE_REQUEST = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-"""Errors of the operating system that asking again does not change."""
+PERMANENT_OS_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+"""OSError subclasses that a retry does not change."""
 
 
-COLLECTIVES = ("gloo", "NCCL")
+COLLECTIVE_LIBRARIES = ("gloo", "NCCL")
 """Libraries whose errors torch raises as plain RuntimeErrors."""
 
 
 def classify(error: BaseException) -> FailureClass:
-    """The class of any exception: ours say it themselves; without a class of its own, an error has that of its cause."""
+    """Return the failure class of any exception.
+
+    A RollError carries its class. Network and disk errors are transient. Other exceptions have the class of their
+    `__cause__`, and are deterministic without one.
+    """
     match error:
         case RollError():
             return error.failure
-        case RuntimeError() if any(library in str(error) for library in COLLECTIVES):
-            return FailureClass.TRANSIENT  # a peer that died or is late, as those see it who waited for it
+        case RuntimeError() if any(library in str(error) for library in COLLECTIVE_LIBRARIES):
+            return FailureClass.TRANSIENT  # a collective operation failed because a peer is dead or late
         case OSError():  # refused and lost connections, timeouts, disks
-            return FailureClass.DETERMINISTIC if isinstance(error, ABOUT_THE_REQUEST) else FailureClass.TRANSIENT
+            return FailureClass.DETERMINISTIC if isinstance(error, PERMANENT_OS_ERRORS) else FailureClass.TRANSIENT
         case _:
             return FailureClass.DETERMINISTIC if error.__cause__ is None else classify(error.__cause__)
 
 
 def one_line(error: BaseException) -> str:
-    """What an exception comes down to. Those that crossed processes carry a traceback, whose last line it is."""
+    """Return an exception's message in one line: the last line if the message is a traceback from another process."""
     if isinstance(error, RollError):
         return str(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""Packages that only some configs need. One that is missing is a sentence saying what to install."""
+"""Optional packages that only some configs need, and the check that they are installed."""
 
 from enum import StrEnum
 from importlib.util import find_spec
@@ -7,7 +7,7 @@ from roll_core.errors import UserError
 
 
 class Extra(StrEnum):
-    """Groups of packages in pyproject.toml."""
+    """Group of optional packages (an extra) in pyproject.toml."""
 
     MATH = "math"
     MEGATRON = "megatron"
@@ -15,6 +15,9 @@ class Extra(StrEnum):
 
 
 def require(module: str, extra: Extra, needed_by: str) -> None:
-    """Refuse what needs a module that is not installed, without importing it."""
+    """Raise a UserError that says what to install, if a module is missing. The module is not imported.
+
+    `needed_by` names the config key or command that needs it.
+    """
     if find_spec(module) is None:
-        raise UserError(f"{needed_by}: the package {module} is missing: pip install 'roll[{extra}]'")
+        raise UserError(f"{needed_by}: the package {module} is missing: pip install 'roll-rl[{extra}]'")

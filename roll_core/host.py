@@ -1,4 +1,4 @@
-"""What several processes ask of the operating system: files that appear whole, free ports, a death signal."""
+"""Operating system helpers: atomic file replacement, free ports, and a signal when the parent process ends."""
 
 import contextlib
 import ctypes
@@ -19,8 +19,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 @contextlib.contextmanager
-def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Open a draft that replaces `path` when the block ends; if the block raises, `path` stays as it was. Not synced."""
+def atomic_replace(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Open a draft file that atomically replaces `path` when the block ends. If the block raises, `path` is unchanged.
+
+    The data is not synced to disk (no fsync).
+    """
     draft = path.with_name(f"{path.name}.partial-{uuid.uuid4().hex}")
     try:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

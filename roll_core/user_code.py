@@ -1,4 +1,4 @@
-"""Functions that users bring, named in the config as `package.module:function`."""
+"""Loading of user-defined functions, which the config names as `package.module:function`. Used by `rollout.filter`."""
 
 import importlib
 from collections.abc import Callable
@@ -8,13 +8,13 @@ from roll_core.errors import UserError, one_line
 
 
 def load_function(key: str, name: str) -> Callable[..., Any]:
-    """The function that the config names under `key`; whatever is wrong with it is one sentence."""
+    """Import the function `name` that the config gives under `key`; UserError if that fails."""
     module_name, colon, function_name = name.partition(":")
     if not module_name or not colon or not function_name.isidentifier():
         raise UserError(f"{key}: '{name}' must be written like package.module:function")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # their module runs when it is imported
+    except Exception as error:  # an import runs user code, which may raise anything
         raise UserError(
             f"{key}: {module_name} cannot be imported ({one_line(error)}): install it, or put its folder on PYTHONPATH"
         ) from None

@@ -1,1 +1,2 @@
-"""How a line of a flow becomes a request and a receipt. Every task is PURE or STATE_CHANGING (`durability.py`)."""
+"""Prefect tasks: each sends one request to the roles and returns a receipt. Every task is PURE or STATE_CHANGING, see
+`durability.py`. Used by `flows/`."""

@@ -1,4 +1,7 @@
-"""commit: the manifest, written last. After this, and only after this, the iteration has happened."""
+"""Task `commit`, the last stage of an iteration: create its manifest. Used by `flows/train_leg.py`.
+
+An iteration has happened once its manifest exists, and not before.
+"""
 
 import time
 from dataclasses import dataclass
@@ -25,7 +28,7 @@ from tasks.tracking import track
 
 @dataclass(frozen=True)
 class IterationReceipts:
-    """The receipts of one iteration's stages; None for a stage that was not due. Iteration 0 collects nothing."""
+    """Receipts of one iteration's stages; None for a stage that was not due. Iteration 0 has no `prepared`."""
 
     prepared: Prepared | None
     critic_updated: Receipt | None
@@ -35,6 +38,7 @@ class IterationReceipts:
     saving: Checkpointing | None
 
     def by_stage(self) -> dict[str, Receipt]:
+        """Map stage name to receipt, for the stages that ran."""
         receipts: dict[str, Receipt | None] = {
             "collect": self.prepared.collected if self.prepared else None,
             "prepare": self.prepared,
@@ -49,6 +53,10 @@ class IterationReceipts:
 
 @state_changing("commit {iteration.updated.iteration}")
 def commit(parent: Manifest | None, iteration: IterationReceipts, services: Services) -> Manifest:
+    """Commit an iteration: wait until its artifacts are stored, create its manifest, and send its metrics to the tracker.
+
+    `parent` is the manifest of the iteration before; None for iteration 0.
+    """
     collected = iteration.prepared.collected if iteration.prepared else None
     timings = {stage: receipt.seconds for stage, receipt in iteration.by_stage().items()}
     timings["wall"] = time.monotonic() - services.last_commit_at
@@ -72,15 +80,16 @@ def commit(parent: Manifest | None, iteration: IterationReceipts, services: Serv
         committed_at=datetime.now(UTC).isoformat(),
     )
     services.fleet.wait_until_stored(manifest.artifacts)
-    services.fleet.raise_if_not_stored()
+    services.fleet.raise_if_storing_failed()
     commit_manifest(services.store, manifest)
-    services.fleet.committed(manifest.next_problem)
+    services.fleet.on_committed(manifest.next_problem)
     services.last_commit_at = time.monotonic()
     track(manifest, services)
     return manifest
 
 
 def _metrics(iteration: IterationReceipts, timings: dict[str, float]) -> Metrics:
+    """Merge the metrics of all stages, and add the throughput of the iteration."""
     metrics: Metrics = {}
     for receipt in iteration.by_stage().values():
         metrics |= receipt.metrics

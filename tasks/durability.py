@@ -1,9 +1,11 @@
-"""The two kinds of task. There is no third: a test asserts that every task has one of these.
+"""Decorators of the two kinds of task, PURE and STATE_CHANGING, for all files of this package.
 
-PURE: the answer depends on the inputs alone. Kept by inputs, so that a leg that starts over does not repeat it; tried again
-after failures that pass by themselves, as `retries` in the config says.
-STATE_CHANGING: moves an optimizer, an engine or the run itself. Never blindly retried; the roles answer a repeated request
-id from the first answer, and a commit can happen only once.
+A test asserts that every task is one of them.
+
+PURE: the result depends on the inputs alone. It is cached by inputs, so a leg that starts over does not compute it again. It
+is retried after transient failures, as `retries` in the config says.
+STATE_CHANGING: the task moves an optimizer, an engine or the run itself. It is neither cached nor retried. Requests to roles
+are idempotent: a role returns the first reply to a repeated request id. A commit can succeed only once.
 """
 
 import functools
@@ -17,7 +19,7 @@ from prefect import Task
 from prefect.cache_policies import INPUTS, NO_CACHE, TASK_SOURCE
 
 from roll_core.errors import FailureClass, RollError, classify, one_line
-from roll_core.retries import pauses
+from roll_core.retries import backoff_delays
 from roll_core.types.manifest import Receipt
 
 P = ParamSpec("P")
@@ -27,32 +29,33 @@ log = logging.getLogger(__name__)
 
 
 class PureTask(Task[P, R]):
-    """Kept by inputs, and repeated after failures that pass by themselves."""
+    """Task whose result is cached by its inputs, and which is retried after transient failures."""
 
 
 class StateChangingTask(Task[P, R]):
-    """Neither kept nor repeated."""
+    """Task that is neither cached nor retried."""
 
 
-# The kind is the task's class, not a Prefect tag: every tag costs each task run a request for a concurrency slot.
+# The kind is the task's class, not a Prefect tag: for every tag, each task run requests a concurrency slot from the server.
 
-HANDLES = "services"
-"""Parameter that carries live handles: no part of what an answer depends on, and nothing that could be hashed."""
+SERVICES_PARAMETER = "services"
+"""Name of the task parameter that holds live handles. It is left out of cache keys: results do not depend on it, and it
+cannot be hashed."""
 
 
 def pure(run_name: str) -> Callable[[Callable[P, R]], PureTask[P, R]]:
-    """Make a PURE task. `run_name` may name parameters: "collect {request.iteration}"."""
+    """Decorate a function as a PURE task. `run_name` may use its parameters: "collect {request.iteration}"."""
     return lambda function: PureTask(
-        _logged(run_name, _timed(_repeated(function))),
+        _logged(run_name, _timed(_retried(function))),
         task_run_name=run_name,
-        retries=0,  # Prefect's are fixed where a task is made; ours are in the config
+        retries=0,  # Prefect fixes the number when the task is defined; ours comes from the config, in `_retried`
         persist_result=True,
-        cache_policy=INPUTS - HANDLES + TASK_SOURCE,
+        cache_policy=INPUTS - SERVICES_PARAMETER + TASK_SOURCE,
     )
 
 
 def state_changing(run_name: str) -> Callable[[Callable[P, R]], StateChangingTask[P, R]]:
-    """Make a STATE_CHANGING task."""
+    """Decorate a function as a STATE_CHANGING task. `run_name` may use its parameters."""
     return lambda function: StateChangingTask(
         _logged(run_name, _timed(function)),
         task_run_name=run_name,
@@ -62,17 +65,18 @@ def state_changing(run_name: str) -> Callable[[Callable[P, R]], StateChangingTas
     )
 
 
-def _repeated(function: Callable[P, R]) -> Callable[P, R]:
-    """Tried again while failures pass by themselves.
+def _retried(function: Callable[P, R]) -> Callable[P, R]:
+    """Retry a function after transient failures, with exponential backoff.
 
-    Ours do not count: who raised them has waited for as long as the config allows, or is dead. The next leg tries those.
+    A RollError is not retried here: its origin has already retried for as long as the config allows, or is dead. The next
+    leg tries again.
     """
     parameters = inspect.signature(function)
 
     @functools.wraps(function)
-    def repeated(*args: P.args, **kwargs: P.kwargs) -> R:
-        services = parameters.bind(*args, **kwargs).arguments[HANDLES]
-        for pause in pauses(services.config.retries):
+    def retried(*args: P.args, **kwargs: P.kwargs) -> R:
+        services = parameters.bind(*args, **kwargs).arguments[SERVICES_PARAMETER]
+        for pause in backoff_delays(services.config.retries):
             try:
                 return function(*args, **kwargs)
             except Exception as error:
@@ -82,33 +86,33 @@ def _repeated(function: Callable[P, R]) -> Callable[P, R]:
             time.sleep(pause)
         return function(*args, **kwargs)
 
-    return repeated
+    return retried
 
 
 def _timed(function: Callable[P, R]) -> Callable[P, R]:
-    """Receipts say how long their stage took; the loop needs no timers."""
+    """Fill in `seconds` of the receipt that a function returns."""
 
     @functools.wraps(function)
     def timed(*args: P.args, **kwargs: P.kwargs) -> R:
         start = time.perf_counter()
-        answer = function(*args, **kwargs)
-        if isinstance(answer, Receipt):
-            return answer.model_copy(update={"seconds": time.perf_counter() - start})
-        return answer
+        result = function(*args, **kwargs)
+        if isinstance(result, Receipt):
+            return result.model_copy(update={"seconds": time.perf_counter() - start})
+        return result
 
     return timed
 
 
 def _logged(run_name: str, function: Callable[P, R]) -> Callable[P, R]:
-    """The leg's stage log says when a stage began and ended: a stage is a task that was given the leg's services."""
+    """Write the beginning and the end of a stage to the leg's stage log. A stage is a task with a `services` parameter."""
     signature = inspect.signature(function)
-    if HANDLES not in signature.parameters:
+    if SERVICES_PARAMETER not in signature.parameters:
         return function
 
     @functools.wraps(function)
     def logged(*args: P.args, **kwargs: P.kwargs) -> R:
         arguments = signature.bind(*args, **kwargs).arguments
-        with arguments[HANDLES].stage_log.stage(run_name.format(**arguments)):
+        with arguments[SERVICES_PARAMETER].stage_log.stage(run_name.format(**arguments)):
             return function(*args, **kwargs)
 
     return logged

@@ -1,4 +1,7 @@
-"""export: a policy as a Hugging Face folder, into the store at the end of a run or into a folder on demand."""
+"""Export tasks: write a policy as a Hugging Face folder.
+
+`flows/train_leg.py` stores one at the end of a run; `flows/export.py` writes one to disk on demand.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,14 +20,17 @@ if TYPE_CHECKING:
 
 @state_changing("store export {manifest.iteration}")
 def store_export(manifest: Manifest, services: Services) -> Receipt:
-    """The last policy, unless a leg before this one has stored it."""
+    """Store the export of the run's last policy, unless an earlier leg has stored it."""
     stored = find_export(services.store, manifest) or services.fleet.store_export(manifest)
     return Receipt(metrics={"export/megabytes": stored.size / 1e6} if stored else {})
 
 
 @state_changing("export")
 def write_export(chain: list[Manifest], store: ObjectStore, folder: Path, fleet: "Fleet") -> Receipt:
-    """The policy of a chain's last manifest, which has a checkpoint."""
+    """Write the policy of a chain's last manifest to a folder. That manifest must have a checkpoint.
+
+    Raise ArtifactDamaged if the digest of the written weights is not the one that was committed.
+    """
     checkpoints = checkpoints_to_resume(store, chain)
     assert checkpoints[-1].iteration == chain[-1].iteration, "exported from a checkpoint, not from a replay"
     fleet.restore(checkpoints[-1], checkpoints[0])

@@ -1,5 +1,7 @@
-"""What a leg asks for, and the script that asks SLURM for it. Without Prefect, which takes seconds to import: `roll
-plan` shows the script."""
+"""Resource requests of legs, and the sbatch script for a run without a flow. Used by `tasks/legs.py` and `roll sbatch`.
+
+Imports no Prefect, which takes seconds.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,16 +16,20 @@ from roll_core.types.refs import RunRef, digest_of
 from tasks.services import run_dir
 
 LEG, ELASTIC = "leg", "elastic"
-"""What jobs of a run are for, as their names say it."""
+"""Purposes of a run's jobs, as they appear in job names."""
 
 
-def job_prefix(run: RunRef, what: str = LEG) -> str:
-    """Says which run of which store it is: there may be others of that name."""
-    return f"{run.run_id}.{digest_of(run.store_uri.encode())[:8]}.{what}-"
+def job_prefix(run: RunRef, purpose: str = LEG) -> str:
+    """Return the first part of the names of a run's jobs. It includes a digest of the store, since runs of other stores may
+    have the same name.
+
+    Example: quickstart-3.1b4f77d0.leg-
+    """
+    return f"{run.run_id}.{digest_of(run.store_uri.encode())[:8]}.{purpose}-"
 
 
 def leg_request(run: RunRef, config: RunConfig, leg: int, exclude: tuple[str, ...] = ()) -> LegRequest:
-    """What a leg of a run asks for."""
+    """Return the resource request of a leg. `exclude` names nodes that it must not run on."""
     cluster = config.cluster
     return LegRequest(
         name=f"{job_prefix(run)}{leg}",
@@ -37,7 +43,7 @@ def leg_request(run: RunRef, config: RunConfig, leg: int, exclude: tuple[str, ..
 
 
 def sbatch_script(config: RunConfig, config_path: str, overrides: list[str]) -> str:
-    """A script for sbatch that carries a run of a config without a flow, leg after leg, by `run_leg_here`."""
+    """Return an sbatch script that runs a config without a flow, leg after leg, through `roll leg` (`run_leg_here`)."""
     if not isinstance(config.legs.launcher, SlurmLauncherConfig):
         raise UserError("legs.launcher.kind must be slurm: extend a file of configs/clusters/ that says so, or --set it")
     run = RunRef(run_id=config.name, store_uri=config.store.uri, config_digest="")

@@ -1,4 +1,7 @@
-"""When a leg must stop: its allocation ends, or somebody asked it to make way. What is begun is committed first."""
+"""Time left to a leg. Used by `flows/train_leg.py` to decide whether another iteration may begin.
+
+A leg stops when too little walltime is left or when it is signalled, always after the iteration in progress is committed.
+"""
 
 import contextlib
 import signal
@@ -11,52 +14,57 @@ from roll_core.types.leg import LegEnding
 from roll_core.types.manifest import Manifest
 
 RECENT = 20
-"""Iterations whose time says how long the next one may take."""
-FAREWELL_S = 10.0
-"""For what follows the last commit and checkpoint: roles and Ray end."""
+"""Number of recent iterations from which the duration of the next one is estimated."""
+SHUTDOWN_S = 10.0
+"""Seconds reserved for the shutdown of roles and Ray, after the last commit and checkpoint."""
 
 
 class LegTime:
-    """How much of a leg is left. Holds the times of recent iterations, of this leg and those before."""
+    """Stop condition of a leg, from its end time, its signals, and the durations of recent iterations of all legs."""
 
     def __init__(self, ends_at: Callable[[], float], now: Callable[[], float] = time.time):
+        """Track a leg whose allocation ends at `ends_at()`, in seconds since the epoch, as `now()` is."""
         self._ends_at = ends_at
         self._now = now
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._signal: signal.Signals | None = None
 
-    def begin(self, chain: Sequence[Manifest]) -> None:
-        """Take over what earlier legs know about how long an iteration takes."""
+    def load_history(self, chain: Sequence[Manifest]) -> None:
+        """Load the durations of the last committed iterations of a run."""
         self._recent.extend(manifest.timings["wall"] for manifest in chain[-RECENT:] if manifest.collected)
 
-    def iterated(self, manifest: Manifest) -> None:
+    def record_iteration(self, manifest: Manifest) -> None:
+        """Record the duration of an iteration that was just committed."""
         self._recent.append(manifest.timings["wall"])
 
-    def is_over(self, checkpoint_s: float) -> LegEnding | None:
-        """Why no further iteration should begin; None if one may.
+    def stop_reason(self, checkpoint_s: float) -> LegEnding | None:
+        """Return why no further iteration should begin: PREEMPTED, WALLTIME, or None if one may begin.
 
-        By time: it would probably not be committed, and a checkpoint stored that takes so long, before the allocation ends.
+        WALLTIME if the time left is less than the 95th percentile of recent iterations, plus `checkpoint_s` seconds to store
+        a checkpoint, plus SHUTDOWN_S. A signal also stops the leg: SIGTERM means PREEMPTED, SIGUSR2 WALLTIME.
         """
         if self._signal is not None:
             return LegEnding.PREEMPTED if self._signal is signal.SIGTERM else LegEnding.WALLTIME
-        needed = slow(self._recent) + checkpoint_s + FAREWELL_S
+        needed = p95(self._recent) + checkpoint_s + SHUTDOWN_S
         return LegEnding.WALLTIME if self._now() + needed > self._ends_at() else None
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """SIGTERM and SIGUSR2 end the leg after the iteration it is at. To be called once Ray and Prefect have taken the
-        handlers they want."""
-        before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGUSR2)}
+    def handling_signals(self) -> Iterator[None]:
+        """Handle SIGTERM and SIGUSR2 during the block: `stop_reason` reports them.
+
+        Enter it after Ray and Prefect have installed their own signal handlers, which this replaces.
+        """
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGUSR2)}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _hear(self, number: int, _: object) -> None:
+    def _on_signal(self, number: int, _: object) -> None:
         self._signal = signal.Signals(number)
 
 
-def slow(seconds: Sequence[float]) -> float:
-    """So long that 19 of 20 are shorter; of none, nothing is known."""
+def p95(seconds: Sequence[float]) -> float:
+    """95th percentile of some durations in seconds; 0 if there are none."""
     return statistics.quantiles(seconds, n=20, method="inclusive")[-1] if len(seconds) > 1 else max(seconds, default=0.0)

@@ -1,4 +1,7 @@
-"""Legs: launched, waited for, and read for why they ended. The one module that knows how legs are launched."""
+"""Launch of legs: submit a leg's job, wait for its end, and determine why it ended.
+
+Used by the flows and by `roll leg`. Only this file and `leg_requests.py` know the launchers of `infra/slurm`.
+"""
 
 import contextlib
 import functools
@@ -14,13 +17,13 @@ from infra.slurm import slurm
 from infra.slurm.elastic import ElasticJobs
 from infra.slurm.launcher import JobEnd, Launcher, LegJob
 from infra.slurm.local import LocalLauncher
-from infra.slurm.node import NodeShape, follow, lead
+from infra.slurm.node import NodeShape, run_head, run_worker
 from infra.slurm.queue import STILL_RUNNING, SlurmUnavailable
 from roll_core.config.operations import legs as launchers
 from roll_core.config.run import RunConfig
 from roll_core.errors import FailureClass, IterationTaken, NodeUnfit, StoreUnavailable, UserError, classify, one_line
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.records.nodes import NodeFailure, excluded_nodes, note_failure
+from roll_core.store.records.nodes import NodeFailure, excluded_nodes, record_failure
 from roll_core.store.records.runs import read_chain, read_config, store_of
 from roll_core.tracking.spool import RunStatus
 from roll_core.tracking.tracker import Tracker
@@ -28,51 +31,56 @@ from roll_core.types.leg import LegAllocation, LegEnded, LegEnding
 from roll_core.types.refs import RunRef
 from tasks.durability import state_changing
 from tasks.leg_requests import ELASTIC, LEG, job_prefix, leg_request
-from tasks.progress import GLANCE_SECONDS, ManifestWatch
+from tasks.progress import SHORT_RETRY_SECONDS, ManifestWatch
 from tasks.services import run_dir
 
-TAKE_DOWN_S = 90.0
-"""How long a job that was cancelled may take to end: SLURM gives it half a minute by default, then kills."""
+CANCEL_S = 90.0
+"""Seconds to wait for a cancelled job to end. By default SLURM kills it after half a minute."""
 
-CHAINED = slurm.CHAINED
-"""Exit code of `roll leg` after which its script goes on with the next."""
+REQUEUE_EXIT_CODE = slurm.REQUEUE_EXIT_CODE
+"""Exit code of `roll leg` that asks its sbatch script to requeue the job for the next leg."""
 
-LegFunction = Callable[[RunRef, int, dict[str, Any] | None, LegAllocation], LegEnded]
-"""With the context of the flow that launches it; null if its Prefect server cannot be reached from the leg."""
+LegEntryPoint = Callable[[RunRef, int, dict[str, Any] | None, LegAllocation], LegEnded]
+"""Function (run, leg number, Prefect context, allocation) that runs a leg in the driver's process.
+
+The context makes the leg a child of the flow that launches it; None if the leg cannot reach that flow's Prefect server.
+"""
 ContextFor = Callable[[RunConfig], dict[str, Any] | None]
+"""Function that returns the Prefect context for a leg, or None, given the run's config."""
 
 
 @state_changing("leg {leg}")
-def run_leg(run: RunRef, leg: int, function: LegFunction, context_for: ContextFor) -> LegEnded:
-    """Launch a leg, or take over one that a flow left behind that was killed, and wait for it.
+def run_leg(run: RunRef, leg: int, function: LegEntryPoint, context_for: ContextFor) -> LegEnded:
+    """Launch a leg and wait for its end; adopt the leg's job if a flow that was killed has submitted it already.
 
-    A leg that dies without an answer is an answer too; being interrupted takes it along.
+    A leg that dies also yields a LegEnded. If this task is interrupted or cancelled, the leg's job is cancelled.
     """
     config = read_config(run)
-    store, launcher = store_of(run), launcher_of(config)
+    store, launcher = store_of(run), build_launcher(config)
     request = leg_request(run, config, leg, excluded_nodes(store, config.nodes, datetime.now(UTC)))
     watch = ManifestWatch(run, next_iteration=len(read_chain(store, run.run_id)))
-    left_behind = launcher.find(request.name).get(request.name)
-    if left_behind is None:
+    orphan_id = launcher.find(request.name).get(request.name)
+    if orphan_id is None:
         job = launcher.submit(request, functools.partial(function, run, leg, context_for(config)))
     else:
-        job = launcher.attach(left_behind, request.folder)
+        job = launcher.attach(orphan_id, request.folder)
     elastic = elastic_jobs(run, config)
     try:
         wait_for_end(job, watch, elastic)
     except BaseException:
-        _take_down(job)
-        note_end(run, config, RunStatus.KILLED)
+        _cancel(job)
+        record_end(run, config, RunStatus.KILLED)
         raise
     end = job.end()
     for each in [end, *(elastic.ended if elastic is not None else ())]:
         for node in each.lost_nodes:
             at = datetime.now(UTC)
-            note_failure(store, NodeFailure(node=node, reason=each.cause, run_id=run.run_id, leg=leg, at=at))
+            record_failure(store, NodeFailure(node=node, reason=each.cause, run_id=run.run_id, leg=leg, at=at))
     return read_ending(end, run, leg).model_copy(update={"log": str(job.log)})
 
 
-def launcher_of(config: RunConfig) -> Launcher:
+def build_launcher(config: RunConfig) -> Launcher:
+    """Build the launcher that `legs.launcher` selects."""
     match config.legs.launcher:
         case launchers.LocalLauncherConfig():
             return LocalLauncher()
@@ -81,18 +89,18 @@ def launcher_of(config: RunConfig) -> Launcher:
 
 
 @contextlib.contextmanager
-def elastic_nodes_go(run: RunRef) -> Iterator[None]:
-    """Whatever `legs.elastic` has in the queue is gone after this block, however it ends."""
-    elastic = elastic_jobs(run, read_config(run))  # now: a store that is away at the end must not keep them
+def cancelling_elastic_jobs(run: RunRef) -> Iterator[None]:
+    """Cancel all elastic jobs of a run at the end of the block, however it ends."""
+    elastic = elastic_jobs(run, read_config(run))  # read now: if the store is down at the end, jobs must still be cancelled
     try:
         yield
     finally:
         with contextlib.suppress(SlurmUnavailable):
-            _take_down(*(elastic.find() if elastic is not None else ()))
+            _cancel(*(elastic.find() if elastic is not None else ()))
 
 
 def elastic_jobs(run: RunRef, config: RunConfig) -> ElasticJobs | None:
-    """What a leg has in the queue beside itself; None where it wants nothing."""
+    """Return the elastic jobs of a run; None if the config has no `legs.elastic`."""
     elastic, launcher = config.legs.elastic, config.legs.launcher
     if elastic is None or not isinstance(launcher, launchers.SlurmLauncherConfig):
         return None
@@ -104,41 +112,44 @@ def elastic_jobs(run: RunRef, config: RunConfig) -> ElasticJobs | None:
         nodes=1,
         time_limit_minutes=elastic.time_limit_minutes or config.legs.time_limit_minutes,
     )
-    return ElasticJobs(slurm.SlurmLauncher(elastic.launcher_of(launcher)), each, elastic.nodes, folder)
+    return ElasticJobs(slurm.SlurmLauncher(elastic.merged_with(launcher)), each, elastic.nodes, folder)
 
 
-def leg_left_behind(run: RunRef) -> int | None:
-    """A leg whose job waits or runs, though the flow that launched it is gone."""
+def orphaned_leg(run: RunRef) -> int | None:
+    """Number of the leg whose job is pending or running although its flow is gone; None if there is none.
+
+    Call it before the flow submits a leg of its own.
+    """
     prefix = job_prefix(run)
-    return max((int(name.removeprefix(prefix)) for name in launcher_of(read_config(run)).find(prefix)), default=None)
+    return max((int(name.removeprefix(prefix)) for name in build_launcher(read_config(run)).find(prefix)), default=None)
 
 
 def describe_jobs(run: RunRef) -> list[str]:
-    """What the jobs of a run that are not over are doing. Example: leg 3, job 1207: waits for 25 min (Priority)"""
+    """Describe the pending and running jobs of a run. Example: leg 3, job 1207: waits for 25 min (Priority)"""
     config = read_config(run)
-    launcher, sentences = launcher_of(config), []
-    for what, word in ((LEG, "leg"), (ELASTIC, "elastic node")):
-        prefix = job_prefix(run, what)
+    launcher, sentences = build_launcher(config), []
+    for purpose, word in ((LEG, "leg"), (ELASTIC, "elastic node")):
+        prefix = job_prefix(run, purpose)
         for name, job_id in launcher.find(prefix).items():
             doing = launcher.attach(job_id, run_dir(run, config)).describe()
             sentences.append(f"{word} {name.removeprefix(prefix)}, job {job_id}: {doing}")
     return sentences
 
 
-def run_leg_here(run: RunRef, leg: int, function: LegFunction) -> LegEnded:
-    """A leg on the nodes of the allocation whose first this is."""
+def run_leg_here(run: RunRef, leg: int, function: LegEntryPoint) -> LegEnded:
+    """Run a leg within the SLURM job that this process is the first task of."""
     config = read_config(run)
-    report = lead(functools.partial(function, run, leg, None), *_node_of(config, run.run_id))
+    report = run_head(functools.partial(function, run, leg, None), *_node_shape_and_folder(config, run.run_id))
     return read_ending(slurm.read_end(STILL_RUNNING, report), run, leg)
 
 
 def join_leg_here(config: RunConfig, run_id: str) -> None:
-    """The same on the other nodes."""
-    follow(*_node_of(config, run_id))
+    """Run a further node of the leg within the SLURM job that this process is a task of, but not the first."""
+    run_worker(*_node_shape_and_folder(config, run_id))
 
 
-def _node_of(config: RunConfig, run_id: str) -> tuple[NodeShape, Path]:
-    """What each node of a leg offers, and where they meet: a place that does not depend on which leg it is."""
+def _node_shape_and_folder(config: RunConfig, run_id: str) -> tuple[NodeShape, Path]:
+    """Resources of each node of this SLURM job, and the folder of its rendezvous file, which is the same for all legs."""
     assert isinstance(config.legs.launcher, launchers.SlurmLauncherConfig)
     if (given := int(os.environ["SLURM_JOB_NUM_NODES"])) != config.cluster.nodes:
         raise UserError(f"cluster.nodes ({config.cluster.nodes}) is not what this job has ({given}): sbatch --nodes=...")
@@ -149,51 +160,52 @@ def _node_of(config: RunConfig, run_id: str) -> tuple[NodeShape, Path]:
 
 
 def wait_for_end(job: LegJob, watch: ManifestWatch, elastic: ElasticJobs | None) -> None:
-    """Announce what is committed until the job is over; have nodes queued beside it, where it wants some."""
+    """Wait until a leg's job ends. Meanwhile announce committed iterations, and keep the elastic jobs in the queue."""
     while not job.has_ended():
-        watch.look()
+        watch.poll()
         if elastic is not None:
-            elastic.look(job.nodes, time.monotonic())
+            elastic.poll(job.nodes, time.monotonic())
         time.sleep(job.poll_s)
-    watch.look()
+    watch.poll()
 
 
 def read_ending(end: JobEnd, run: RunRef, leg: int) -> LegEnded:
-    """The leg's own answer, unless the launcher knows better why it failed or was interrupted."""
-    match end.answer:
-        case LegEnded(ending=LegEnding.FINISHED | LegEnding.FENCED) as answer:
-            return answer
-        case LegEnded() as answer if end.ending is None:
-            return answer
-        case LegEnded(ending=LegEnding.WALLTIME | LegEnding.PREEMPTED) as answer if end.ending is not LegEnding.CANCELLED:
-            return answer
-        case LegEnded() as answer:
-            cause = "; ".join(filter(None, [answer.cause, end.cause]))
-            return answer.model_copy(update={"ending": end.ending, "cause": cause, "lost_nodes": end.lost_nodes})
+    """Return how a leg ended: its own result, unless the launcher knows the cause better (a lost node, a cancelled job)."""
+    match end.result:
+        case LegEnded(ending=LegEnding.FINISHED | LegEnding.FENCED) as result:
+            return result
+        case LegEnded() as result if end.ending is None:
+            return result
+        case LegEnded(ending=LegEnding.WALLTIME | LegEnding.PREEMPTED) as result if end.ending is not LegEnding.CANCELLED:
+            return result
+        case LegEnded() as result:
+            cause = "; ".join(filter(None, [result.cause, end.cause]))
+            return result.model_copy(update={"ending": end.ending, "cause": cause, "lost_nodes": end.lost_nodes})
         case _:
             ended = _ended_early(run, leg, end.ending or LegEnding.FAILED, end.cause, FailureClass.TRANSIENT)
             return ended.model_copy(update={"lost_nodes": end.lost_nodes})
 
 
-def note_end(run: RunRef, config: RunConfig, status: RunStatus) -> None:
-    """Tell the tracker that a run ended before its last iteration. The uploader does it by itself, beside or after us."""
+def record_end(run: RunRef, config: RunConfig, status: RunStatus) -> None:
+    """Record in the tracker that a run ended before its last iteration. The uploader, a process of its own, delivers it."""
     tracker = Tracker(config.tracking, run, run_dir(run, config) / "tracking")
     tracker.end(status)
     tracker.start()
 
 
-def _take_down(*jobs: LegJob) -> None:
+def _cancel(*jobs: LegJob) -> None:
+    """Cancel jobs and wait until they have ended, CANCEL_S at most."""
     for job in jobs:
         with contextlib.suppress(SlurmUnavailable):
             job.cancel()
-    ends_at = time.monotonic() + TAKE_DOWN_S
+    ends_at = time.monotonic() + CANCEL_S
     for job in jobs:
         while not job.has_ended() and time.monotonic() < ends_at:
             time.sleep(job.poll_s)
 
 
 def leg_failed(run: RunRef, leg: int, error: Exception) -> LegEnded:
-    """The answer of a leg that ended early, with what it had committed."""
+    """Return the LegEnded of a leg that an exception ended."""
     match error:
         case IterationTaken():
             ending = LegEnding.FENCED
@@ -205,9 +217,12 @@ def leg_failed(run: RunRef, leg: int, error: Exception) -> LegEnded:
 
 
 def _last_iteration(run: RunRef) -> int | None:
-    """A glance: a store that is away has been waited for, and may be why the leg ended."""
+    """Number of the last committed iteration, -1 for none; None if the store is down.
+
+    The store is retried only briefly: its outage may be why the leg ended, and then the leg has already waited for it.
+    """
     try:
-        chain = read_chain(ObjectStore(run.store_uri, GLANCE_SECONDS), run.run_id)
+        chain = read_chain(ObjectStore(run.store_uri, SHORT_RETRY_SECONDS), run.run_id)
     except StoreUnavailable:
         return None
     return chain[-1].iteration if chain else -1

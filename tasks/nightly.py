@@ -1,6 +1,7 @@
-"""The nightly alarm: accepted runs read from MLflow, a new one measured and judged, the verdict written where people look.
+"""Tasks of the nightly regression check: read the accepted runs from MLflow, judge a new run, and report the verdict.
 
-MLflow is imported inside the tasks: whatever else is in this package runs beside training, which never loads it.
+Used by `flows/nightly.py`. MLflow is imported inside the functions: the rest of this package runs in training processes,
+which never load it.
 """
 
 import os
@@ -11,7 +12,7 @@ from prefect.artifacts import create_markdown_artifact
 
 from roll_core.config.operations.nightly import ReferenceRun, Tolerances
 from roll_core.config.run import RunConfig
-from roll_core.reporting.regression import judge, markdown, measure
+from roll_core.reporting.regression import judge, markdown, measure_run
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.runs import find_run, read_chain
 from roll_core.types.regression import Measured, Verdict
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
     from roll_core.tracking.baselines import Baselines
 
 ARTIFACT = "nightly-regression"
-"""The key under which Prefect keeps one page a night."""
+"""Key of the Prefect artifact that holds the report of each night."""
 
 
 @state_changing("accepted runs of {config.name}")
 def read_accepted(config: RunConfig) -> list[Measured]:
-    """What a run of a config is to be compared with, the oldest first."""
+    """Read the accepted runs of a config's reference from MLflow, the oldest first."""
     return open_baselines(config).accepted(config.name)
 
 
@@ -34,22 +35,26 @@ def read_accepted(config: RunConfig) -> list[Measured]:
 def judge_run(
     run_id: str, config: RunConfig, accepted: list[Measured], reference: ReferenceRun, tolerances: Tolerances
 ) -> Verdict:
-    """Measure a finished run, compare it, and keep or reject it as one to compare later runs with."""
+    """Measure a finished run, compare it with the accepted runs, and record the verdict in MLflow.
+
+    Later runs are compared with this run too, unless the verdict is a regression.
+    """
     store, baselines = ObjectStore(config.store.uri, config.store.retry_seconds), open_baselines(config)
     run, chain = find_run(store, run_id), read_chain(store, run_id)
-    measured = measure(config, chain, baselines.origin(run, chain[-1].code))
+    measured = measure_run(config, chain, baselines.origin(run, chain[-1].code))
     verdict = judge(measured, accepted, reference, tolerances)
-    baselines.note(run, measured, verdict, markdown([verdict]), datetime.now(UTC))
+    baselines.record(run, measured, verdict, markdown([verdict]), datetime.now(UTC))
     return verdict
 
 
 @state_changing("report")
 def report(verdicts: list[Verdict]) -> None:
-    """The page about a night, on the flow run's page."""
+    """Publish the verdicts of a night as a Markdown artifact of the Prefect flow run."""
     create_markdown_artifact(markdown(verdicts), key=ARTIFACT, description="is anything worse than it was?")
 
 
 def open_baselines(config: RunConfig) -> "Baselines":
+    """Open the accepted runs in the MLflow server of a config."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     from roll_core.tracking.baselines import Baselines
 

@@ -1,4 +1,7 @@
-"""Says aloud what a run does: a line in the flow's log, and a record that a terminal can draw."""
+"""Progress announcements of the outer flow: a line in the flow's log, and a log record for the terminal display.
+
+Used by `flows/rlvr.py` and `tasks/legs.py`; `flows/cli/progress_view.py` draws the log records.
+"""
 
 import contextlib
 import logging
@@ -11,24 +14,26 @@ from roll_core.store.records.runs import read_manifest
 from roll_core.types.manifest import Manifest
 from roll_core.types.refs import RunRef
 
-GLANCE_SECONDS = 2.0
-"""Whoever watches looks again anyway, and must not miss the end of a leg while a store is down."""
+SHORT_RETRY_SECONDS = 2.0
+"""Seconds that a poll retries a store that is down. The next poll tries again, and a leg's end must not go unnoticed."""
 
 
 def announce_run(run: RunRef) -> None:
+    """Announce that a run is open, on the progress logger."""
     logging.getLogger(PROGRESS_LOGGER).info("run %s", run.run_id, extra={"run": run})
 
 
 class ManifestWatch:
-    """Announces manifests of a run as they are committed, whoever commits them."""
+    """Poller that announces the manifests of a run as any process commits them."""
 
     def __init__(self, run: RunRef, next_iteration: int):
+        """Watch a run from the manifest of `next_iteration` on."""
         self._run = run
-        self._store = ObjectStore(run.store_uri, retry_seconds=GLANCE_SECONDS)
+        self._store = ObjectStore(run.store_uri, retry_seconds=SHORT_RETRY_SECONDS)
         self._next = next_iteration
 
-    def look(self) -> None:
-        """Announce everything committed since the last look. A store that cannot be read now is looked at again later."""
+    def poll(self) -> None:
+        """Announce the manifests committed since the last poll. If the store is down, the next poll announces them."""
         with contextlib.suppress(OSError):
             while (manifest := read_manifest(self._store, self._run.run_id, self._next)) is not None:
                 self._announce(manifest)
@@ -41,7 +46,7 @@ class ManifestWatch:
 
 
 def describe(manifest: Manifest) -> str:
-    """Example: iteration 12: reward 0.61, held-out accuracy 0.88, 5120 tokens/s"""
+    """Describe an iteration in a line. Example: iteration 12: reward 0.61, held-out accuracy 0.88, 5120 tokens/s"""
     parts = [f"iteration {manifest.iteration}:"]
     if manifest.collected:
         parts.append(f"reward {manifest.metrics['reward/mean']:.2f},")

@@ -1,25 +1,25 @@
-"""replay: the update of a committed iteration, made again from its stored rollouts and compared with its manifest."""
+"""Task `replay`: replay the update of a committed iteration from its stored rollouts, and compare it with its manifest."""
 
 from typing import TYPE_CHECKING
 
 from roll_core.store.object_store import ObjectStore
 from roll_core.types.manifest import Difference, Manifest, Replayed
 from tasks.durability import state_changing
-from tasks.recover import bring_trainer_to, learn_again
+from tasks.recover import replay_update, restore_trainer
 
 if TYPE_CHECKING:
     from roll_core.roles.fleet import Fleet
 
 COMPARED = ("update/loss", "update/gradient_norm", "critic/loss")
-"""What of an update is compared, beside the digest of the weights it led to."""
+"""Metrics of an update that are compared, besides the digest of the resulting weights."""
 
 
 @state_changing("replay {iteration}")
 def replay(chain: list[Manifest], iteration: int, store: ObjectStore, fleet: "Fleet") -> Replayed:
-    """Bring the trainer to the policy before an iteration, make its update again, and compare."""
+    """Restore the trainer to the policy before an iteration, replay the iteration's update, and compare the two."""
     committed = chain[iteration]
-    bring_trainer_to(chain[:iteration], store, fleet)
-    metrics = learn_again(committed, fleet)
+    restore_trainer(chain[:iteration], store, fleet)
+    metrics = replay_update(committed, fleet)
     pairs = {name: (str(committed.metrics[name]), str(metrics[name])) for name in COMPARED if name in committed.metrics}
     if committed.weights_digest:
         pairs["weights digest"] = (committed.weights_digest, fleet.weights_digest())

@@ -1,4 +1,4 @@
-"""Opening, finding and summarizing runs."""
+"""Tasks that open, find, fork and summarize runs. Used by `flows/rlvr.py` and `roll leg`."""
 
 from roll_core.config.load import load_config
 from roll_core.config.run import RunConfig
@@ -16,22 +16,24 @@ from tasks.services import run_dir
 
 @state_changing("open run")
 def open_run(config_path: str, overrides: list[str]) -> RunRef:
-    """Check that everything the run needs is there, then claim its name."""
+    """Open a new run: check that everything its config needs is available, then claim a run name."""
     config = load_config(config_path, overrides)
     check_ready(config)
     return _claim(ObjectStore(config.store.uri, config.store.retry_seconds), config)
 
 
 def open_or_find(config_path: str, overrides: list[str], run_id: str) -> RunRef:
-    """A run by the name somebody gave it, opened if there is none yet."""
+    """Return the run with a given name; open it if it does not exist."""
     config = load_config(config_path, overrides)
     check_ready(config)
-    return runs.open_run_as(ObjectStore(config.store.uri, config.store.retry_seconds), with_teachers_pinned(config), run_id)
+    return runs.open_or_find_run(
+        ObjectStore(config.store.uri, config.store.retry_seconds), with_teachers_pinned(config), run_id
+    )
 
 
 @state_changing("fork {run_id}@{iteration}")
 def open_fork(run_id: str, iteration: int, overrides: list[str], store_uri: str) -> RunRef:
-    """A new run that goes on from another's iteration, with another config."""
+    """Open a new run that continues from an iteration of another run, with overrides to that run's config."""
     store = ObjectStore(store_uri)
     config = forked_config(store, run_id, iteration, overrides)
     check_ready(config)
@@ -40,12 +42,13 @@ def open_fork(run_id: str, iteration: int, overrides: list[str], store_uri: str)
 
 @state_changing("find run")
 def find_run(run_id: str, store_uri: str) -> RunRef:
+    """Look up a run of a store; UserError if it does not exist."""
     return runs.find_run(ObjectStore(store_uri), run_id)
 
 
 @state_changing("summary")
 def summarize(run: RunRef) -> RunSummary:
-    """Write the run's report page into its work folder and return its accuracy curve."""
+    """Write the run's HTML report into its work folder, and return its summary."""
     config = runs.read_config(run)
     chain = runs.read_chain(runs.store_of(run), run.run_id)
     report = run_dir(run, config) / "report.html"
@@ -55,12 +58,15 @@ def summarize(run: RunRef) -> RunSummary:
 
 
 def _claim(store: ObjectStore, config: RunConfig) -> RunRef:
-    """Take a name. What the run goes on from may have been retired since it was checked; from now on it cannot be."""
+    """Claim a name for a new run, then check its origins again: the checkpoints of other runs that it starts from.
+
+    An origin may have been retired since the first check. From the claim on it cannot be, since the stored config names it.
+    """
     pinned = with_teachers_pinned(config)
     run = runs.open_run(store, pinned)
     try:
         check_origins(pinned)
     except UserError:
-        runs.give_back(store, run)
+        runs.release_run(store, run)
         raise
     return run

@@ -1,4 +1,7 @@
-"""The live things a leg's tasks talk to: the roles, the store, the tracker. Opened once per leg, never hashed or stored."""
+"""Live handles that a leg's tasks use: roles, store, tracker, stage log.
+
+`flows/train_leg.py` opens them once per leg and passes them to every stage. They are never hashed or stored.
+"""
 
 import contextlib
 import fcntl
@@ -15,7 +18,7 @@ from roll_core.provenance import library_versions, machine_kind
 from roll_core.reporting.goodput import START
 from roll_core.reporting.stage_log import StageLog
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.records.nodes import NodeFailure, note_failure
+from roll_core.store.records.nodes import NodeFailure, record_failure
 from roll_core.store.records.runs import read_config, store_of
 from roll_core.tracking.tracker import MACHINE_TAG, VERSIONS_TAG, Tracker
 from roll_core.types.leg import LegAllocation
@@ -25,13 +28,15 @@ from tasks.leg_time import LegTime
 if TYPE_CHECKING:
     from roll_core.roles.fleet import Fleet
 
-RAY = "ray"
-"""A stage of the start: waiting for Ray's head."""
+RAY_STAGE = "ray"
+"""Stage, within the start of a leg, that waits for the Ray head."""
 LEASE_WAIT_S = 30.0
-"""How long a new leg waits for the previous one on this machine to be gone."""
+"""Seconds that a new leg waits for the previous leg on this machine to end."""
 
 
 class Services:
+    """Handles of one leg. Every stage takes them as its `services` parameter."""
+
     def __init__(
         self,
         run: RunRef,
@@ -52,49 +57,50 @@ class Services:
         self.stage_log = stage_log
         self.leg_time = leg_time
         self.last_commit_at = time.monotonic()
+        """Monotonic time of the last commit, or of the leg's start."""
 
 
 @contextlib.contextmanager
-def open_services(run: RunRef, leg: int, place: LegAllocation) -> Iterator[Services]:
-    """Everything a leg needs, started; gone again when it ends, however it ends."""
+def open_services(run: RunRef, leg: int, allocation: LegAllocation) -> Iterator[Services]:
+    """Start the roles and the tracker of a leg for the duration of the block, and stop them however the block ends."""
     from roll_core.roles.fleet import Fleet
-    from roll_core.roles.process import settle
+    from roll_core.roles.process import freeze_garbage_collector
 
     config = read_config(run)
     leg_dir = run_dir(run, config) / f"leg-{leg}"
     leg_dir.mkdir(parents=True, exist_ok=True)
-    stage_log, leg_time = StageLog(leg_dir), LegTime(place.ends_at)
+    stage_log, leg_time = StageLog(leg_dir), LegTime(allocation.ends_at)
     with _lease(run, config), tracking(run, config) as tracker, contextlib.ExitStack() as stack:
         _clear_scratch(run_dir(run, config))
-        with stage_log.stage(START), _remembering_unfit_nodes(run, leg):
-            fleet = stack.enter_context(Fleet(run, config, leg_dir, _ray_address(place, stage_log)))
-        stack.enter_context(leg_time.listening())
+        with stage_log.stage(START), _recording_unfit_nodes(run, leg):
+            fleet = stack.enter_context(Fleet(run, config, leg_dir, _ray_address(allocation, stage_log)))
+        stack.enter_context(leg_time.handling_signals())
         tracker.set_tags({"roll.leg": str(leg), MACHINE_TAG: machine_kind(), VERSIONS_TAG: library_versions()})
-        settle()
+        freeze_garbage_collector()
         yield Services(run, config, leg, store_of(run), fleet, tracker, stage_log, leg_time)
 
 
-def _ray_address(place: LegAllocation, stage_log: StageLog) -> str | None:
-    if place.ray_address is None:
+def _ray_address(allocation: LegAllocation, stage_log: StageLog) -> str | None:
+    if allocation.ray_address is None:
         return None
-    with stage_log.stage(RAY):
-        return place.ray_address()
+    with stage_log.stage(RAY_STAGE):
+        return allocation.ray_address()
 
 
 @contextlib.contextmanager
-def _remembering_unfit_nodes(run: RunRef, leg: int) -> Iterator[None]:
-    """What was found wrong with nodes counts against them, for all runs."""
+def _recording_unfit_nodes(run: RunRef, leg: int) -> Iterator[None]:
+    """Record the failures in a NodeUnfit error in the store, where they count against the nodes for all runs."""
     try:
         yield
     except NodeUnfit as error:
         for node, reason in error.reasons.items():
             failure = NodeFailure(node=node, reason=reason, run_id=run.run_id, leg=leg, at=datetime.now(UTC))
-            note_failure(store_of(run), failure)
+            record_failure(store_of(run), failure)
         raise
 
 
 def _clear_scratch(folder: Path) -> None:
-    """What killed legs left of folders they were storing or loading: as large as they were, and no use to anybody."""
+    """Delete the checkpoint, restore and export folders that killed legs left. They are large, and nothing reads them."""
     for pattern in ("leg-*/checkpoint-*", "leg-*/restore-*", "leg-*/export-*"):
         for left in folder.glob(pattern):
             shutil.rmtree(left)
@@ -102,7 +108,7 @@ def _clear_scratch(folder: Path) -> None:
 
 @contextlib.contextmanager
 def tracking(run: RunRef, config: RunConfig) -> Iterator[Tracker]:
-    """The run's tracker, uploading while it is open."""
+    """Provide the run's tracker during the block, with its uploader running."""
     tracker = Tracker(config.tracking, run, run_dir(run, config) / "tracking")
     tracker.start()
     try:
@@ -112,15 +118,16 @@ def tracking(run: RunRef, config: RunConfig) -> Iterator[Tracker]:
 
 
 def run_dir(run: RunRef, config: RunConfig) -> Path:
-    """A run's scratch folder. Nothing in it is needed to resume: that is all in the store."""
+    """Path of a run's folder within the work folder. A resume needs nothing in it, only the store."""
     return Path(config.work_dir) / run.run_id
 
 
 @contextlib.contextmanager
 def _lease(run: RunRef, config: RunConfig) -> Iterator[None]:
-    """One live leg per run and machine. The kernel drops the lock when its holder dies, so it is never stale.
+    """Hold the lease on a run during the block: a file lock that admits one live leg per run and machine.
 
-    Legs on different machines are kept apart by the commit itself; this only makes a clash visible early.
+    The kernel releases the lock when its holder dies, so the lease is never stale. Legs on different machines are fenced by
+    the commit itself; the lease only makes a clash visible early.
     """
     with open(run_dir(run, config) / "lease", "w") as lease:
         ends_at = time.monotonic() + LEASE_WAIT_S

@@ -1,4 +1,4 @@
-"""The stages of one iteration, in the order `flows/train_leg.py` runs them. `commit`, the last one, has a file of its own."""
+"""Stages of one iteration as tasks, in the order `flows/train_leg.py` runs them. `commit.py` holds the last stage."""
 
 import logging
 
@@ -57,14 +57,14 @@ def update(prepared: Prepared, services: Services) -> Updated:
 
 def warn_of_mismatch(updated: Updated, limits: MismatchConfig | None) -> None:
     """Log one warning if an update trained on sampler logprobs beyond the limits of `training.mismatch`."""
-    complaint = limits.complaint(updated.metrics) if limits is not None else None
+    complaint = limits.exceeded_limit(updated.metrics) if limits is not None else None
     if limits is not None and complaint is not None:
         log.warning("iteration %d (training.mismatch.action %s): %s", updated.iteration, limits.action, complaint)
 
 
 def warn_of_uneven_experts(updated: Updated, limits: ExpertsConfig | None) -> None:
     """Log one warning if the busiest expert is above `training.experts.max_load`."""
-    complaint = limits.complaint(updated.metrics) if limits is not None else None
+    complaint = limits.exceeded_limit(updated.metrics) if limits is not None else None
     if complaint is not None:
         log.warning("iteration %d: %s", updated.iteration, complaint)
 
@@ -90,8 +90,8 @@ def checkpoint(updated: Updated, published: Published, services: Services) -> Ch
 
 @state_changing("checkpoint {manifest.iteration}")
 def checkpoint_committed(manifest: Manifest, services: Services) -> Receipt:
-    """Checkpoint the last committed iteration, if it has no checkpoint: the leg is about to end."""
-    services.fleet.store_checkpoint()
+    """Checkpoint the last committed iteration, unless it has a checkpoint. Called when a leg is about to end."""
+    services.fleet.wait_for_checkpoint()
     if not checkpoints_of(services.store, [manifest]):
         published = Published(weights_version=manifest.weights_version, weights_digest=manifest.weights_digest, num_bytes=0)
         services.fleet.checkpoint(manifest.iteration, published)
@@ -100,7 +100,10 @@ def checkpoint_committed(manifest: Manifest, services: Services) -> Receipt:
 
 @state_changing("store checkpoint")
 def store_checkpoint(services: Services) -> Receipt:
-    """Wait until the pending checkpoint is stored. A run waits for its first (nothing to resume without it) and its last."""
-    stored = services.fleet.store_checkpoint()
+    """Wait until the pending checkpoint is stored, then retire old checkpoints.
+
+    A run waits for its first checkpoint, without which it could not resume, and each leg for its last.
+    """
+    stored = services.fleet.wait_for_checkpoint()
     services.fleet.retire_checkpoints()
     return Receipt(metrics={"checkpoint/megabytes": stored.size / 1e6} if stored else {})

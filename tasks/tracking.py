@@ -1,4 +1,7 @@
-"""Committed iterations as the tracker is told of them."""
+"""Tracking of committed iterations: sends metrics, manifests, sample trajectories and timelines to the tracker.
+
+Used by `commit`, and at the start of a leg for iterations that an earlier leg did not track.
+"""
 
 import contextlib
 import json
@@ -15,27 +18,29 @@ from roll_core.store.records.traces import decode_trace
 from roll_core.types.manifest import Evaluated, Manifest
 from tasks.services import Services, run_dir
 
-SHOWN = 6
-"""Iterations on a page: enough to see how they overlap, few enough to see it at a glance."""
+TIMELINE_ITERATIONS = 6
+"""Number of iterations in a timeline: enough to show how they overlap, few enough to read at a glance."""
 
 
-def catch_up(chain: list[Manifest], services: Services) -> None:
-    """Log what a leg before this one may have committed and not logged: its last iteration, or, where its spool is lost,
-    all of them."""
+def track_missed(chain: list[Manifest], services: Services) -> None:
+    """Track the iterations that earlier legs may have committed without tracking them.
+
+    That is the last iteration, or all of the run's iterations if the spool was lost.
+    """
     ours = [manifest for manifest in chain if manifest.run_id == services.run.run_id]
     for manifest in ours if services.tracker.is_fresh else ours[-1:]:
         track(manifest, services)
 
 
 def track(manifest: Manifest, services: Services) -> None:
-    """Log a committed iteration. It has happened whatever becomes of this, and can be logged again to no effect."""
+    """Send a committed iteration to the tracker. Idempotent, and a failure has no effect on the commit."""
     tracker = services.tracker
     timings = {f"seconds/{stage}": seconds for stage, seconds in manifest.timings.items()}
     tracker.log_metrics(manifest.iteration, manifest.metrics | timings, datetime.fromisoformat(manifest.committed_at))
     tracker.log_artifact(f"manifests/{manifest.iteration:08d}.json", manifest.model_dump_json(indent=1).encode())
     if manifest.evaluated:
         track_goodput(manifest, services)
-        # A sample that cannot be read for the tracker must not end a run.
+        # Trajectories that cannot be read for the tracker must not end a run.
         with contextlib.suppress(OSError, ArtifactDamaged):
             sample = _readable_sample(manifest.evaluated, services)
             tracker.log_artifact(f"trajectories/{manifest.iteration:08d}.jsonl", sample)
@@ -44,16 +49,16 @@ def track(manifest: Manifest, services: Services) -> None:
 
 
 def track_goodput(manifest: Manifest, services: Services) -> None:
-    """Where the time of all legs went so far, as far as their logs are here."""
+    """Track how the time of all legs so far was spent, from the stage logs on this machine."""
     with contextlib.suppress(OSError, ValueError):
         events = read_stages_by_leg(run_dir(services.run, services.config))
-        committed_by = commits_in_logs(events) | {manifest.iteration: manifest.leg}  # whose commit has not ended yet
+        committed_by = commits_in_logs(events) | {manifest.iteration: manifest.leg}  # this commit is still in progress
         metrics = goodput_metrics(leg_histories(events, committed_by))
         services.tracker.log_metrics(manifest.iteration, metrics, datetime.fromisoformat(manifest.committed_at))
 
 
 def _readable_sample(evaluated: Evaluated, services: Services) -> bytes:
-    """The first evaluation trajectories, a JSON object a line: what was answered and how it was graded."""
+    """First trajectories of an evaluation as JSON lines: the model's answer and its grade."""
     trajectories = decode_trajectories(services.store.get(evaluated.trajectories))
     rows = [
         {
@@ -69,7 +74,7 @@ def _readable_sample(evaluated: Evaluated, services: Services) -> bytes:
 
 
 def draw_timeline(last: Manifest, services: Services) -> bytes:
-    """Of the iterations up to one, as far as this machine knows when their stages were."""
+    """Draw the timeline of the iterations up to `last` as an HTML page, from the stage logs on this machine."""
     shown = recent_iterations(last, services.store)
     numbers = {manifest.iteration for manifest in shown}
     events = read_stages(run_dir(services.run, services.config))
@@ -85,7 +90,10 @@ def draw_timeline(last: Manifest, services: Services) -> bytes:
 
 
 def recent_iterations(last: Manifest, store: ObjectStore) -> list[Manifest]:
-    """The last few of a run, of those that collected anything."""
-    numbers = range(max(1, last.iteration - SHOWN + 1), last.iteration)
+    """Manifests of the last TIMELINE_ITERATIONS iterations up to `last`, without iteration 0, which collects nothing."""
+    numbers = range(max(1, last.iteration - TIMELINE_ITERATIONS + 1), last.iteration)
     earlier = (read_manifest(store, last.run_id, number) for number in numbers)
-    return [*(manifest for manifest in earlier if manifest is not None), last]  # a fork has none from before it began
+    return [
+        *(manifest for manifest in earlier if manifest is not None),
+        last,
+    ]  # a fork has no manifests before its first iteration

@@ -28,7 +28,7 @@ from roll_core.config.optimizer import OptimizerConfig
 from roll_core.config.training.experts import ExpertsConfig
 from roll_core.config.training.layout import LayoutConfig
 from roll_core.config.training.training import BackendKind, Packing, TrainingConfig
-from roll_core.models.checkpoint_names import as_checkpoint
+from roll_core.models.checkpoint_names import to_checkpoint_names
 from roll_core.training.base import Policy, Share
 from roll_core.training.megatron.backend import MegatronBackend, MegatronSettings
 from roll_core.training.torch.backend import TorchBackend
@@ -128,7 +128,7 @@ def _recorded(sample: Sample) -> Sample:
     for place in range(sample.num_tokens - 1):
         drawn = random.Random(hash(sample.token_ids[: place + 1]))
         rows.append([expert for _ in range(layers) for expert in drawn.sample(range(experts), chosen)])
-    return replace(sample, experts=RoutedExperts.of(np.array(rows, dtype=np.int16), experts))
+    return replace(sample, experts=RoutedExperts.from_array(np.array(rows, dtype=np.int16), experts))
 
 
 def train(case: Case, folder: Path, new_backend: Callable[[TrainingConfig], Any]) -> Found:
@@ -162,14 +162,14 @@ def train(case: Case, folder: Path, new_backend: Callable[[TrainingConfig], Any]
 
 def _gradients(backend: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(backend, TorchBackend):
-        return as_checkpoint((name.removeprefix("model."), gradient) for name, gradient in backend.gradients())
+        return to_checkpoint_names((name.removeprefix("model."), gradient) for name, gradient in backend.gradients())
     return backend.gradients()
 
 
 def _of_all_shares(parts: list[MicroBatch], scores: list[Tensor], share: Share) -> Tensor:
     values = torch.zeros(sum(sample.num_trained_tokens for sample in random_samples(NUM_SAMPLES, seed=0)) * 2)
     for part, each in zip(parts, scores, strict=True):
-        values[part.place_N] = each if share.speaks else 0.0
+        values[part.token_index_N] = each if share.is_reporter else 0.0
     return reduce_over_ranks(values)
 
 

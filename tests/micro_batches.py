@@ -6,7 +6,7 @@ import torch
 
 from roll_core.batching.micro_batch import GlobalCounts, MicroBatch, build_micro_batches
 from roll_core.batching.packing import PackingLimits
-from roll_core.batching.token_data import TokenData, untaught
+from roll_core.batching.token_data import TokenData, blank_token_data
 from roll_core.types.sample import Sample
 
 
@@ -41,7 +41,7 @@ def cut(
     num_tokens = sum(s.num_trained_tokens for s in samples)
     return build_micro_batches(
         samples,
-        tokens or untaught(num_tokens),
+        tokens or blank_token_data(num_tokens),
         chosen=range(len(samples)) if chosen is None else chosen,
         counts=GlobalCounts(num_tokens, len(samples)),
         rank=rank,

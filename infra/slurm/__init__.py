@@ -1,1 +1,1 @@
-"""Launching legs through submitit, on this machine or by SLURM. Imported by `tasks/legs.py` alone."""
+"""Launchers that start legs through submitit, on this machine or on SLURM. Only `tasks/` imports this package."""

@@ -1,7 +1,7 @@
-"""Jobs that lend a run nodes it can do without (`legs.elastic`), one node each: kept in the queue while a leg runs.
+"""Elastic jobs (`legs.elastic`): preemptible single-node jobs that lend engines to a run while a leg of it runs.
 
-What they run is `node.join_legs`: they find the leg by themselves, and leave a while after the last one. They are found by
-their names, as legs are, so whoever takes a run over has them, too.
+Each job runs `node.join_legs`: it finds the running leg by itself, and ends a while after the last leg. Jobs are identified
+by name, as legs are, so a flow that adopts a run also adopts the run's elastic jobs. `tasks/legs.py` uses this file.
 """
 
 import logging
@@ -13,56 +13,61 @@ from infra.slurm.launcher import JobEnd, LegRequest
 from infra.slurm.slurm import SlurmLauncher, SlurmLegJob
 from roll_core.types.leg import LegEnding
 
-LOOK_S = 15.0
-QUEUE_AGAIN_S = 60.0
-"""Between two jobs for the same node: one that fails at once must not flood the queue."""
+POLL_S = 15.0
+"""Seconds between two queries of the queue."""
+RESUBMIT_S = 60.0
+"""Minimum seconds between two submissions under one name. A job that fails at once must not flood the queue."""
 
 log = logging.getLogger(__name__)
 
 
 class ElasticJobs:
-    """Of one leg; those that an earlier leg had are taken over."""
+    """Elastic jobs of a run, as one leg manages them. Jobs that an earlier leg submitted are adopted."""
 
-    def __init__(self, launcher: SlurmLauncher, each: LegRequest, num_nodes: int, run_folder: Path):
-        """The name of `each` is what their names begin with."""
+    def __init__(self, launcher: SlurmLauncher, template: LegRequest, num_nodes: int, run_folder: Path):
+        """Manage `num_nodes` jobs. Each is requested like `template`; its name is the template's name and a number."""
         self._launcher = launcher
-        self._each = each
+        self._template = template
         self._run_folder = run_folder
-        self._submit_from = {f"{each.name}{number}": 0.0 for number in range(num_nodes)}
+        self._next_submit_at = {f"{template.name}{number}": 0.0 for number in range(num_nodes)}
         self._jobs: dict[str, SlurmLegJob] = {}
-        self._look_from = 0.0
+        self._next_poll_at = 0.0
         self.ended: list[JobEnd] = []
-        """How those ended that are over."""
+        """Ends of the jobs that have left the queue."""
 
     def find(self) -> list[SlurmLegJob]:
-        """Those that wait or run."""
-        queued = self._launcher.find(self._each.name)
+        """Query the queue and return the jobs that are pending or running. Record the end of jobs that have left it."""
+        queued = self._launcher.find(self._template.name)
         self.ended += [self._end(name) for name in self._jobs.keys() - queued.keys()]
-        self._jobs = {name: self._launcher.attach(job_id, self._each.folder) for name, job_id in queued.items()}
+        self._jobs = {name: self._launcher.attach(job_id, self._template.folder) for name, job_id in queued.items()}
         return list(self._jobs.values())
 
-    def look(self, leg_nodes: str, now: float) -> None:
-        """While the leg runs on some nodes, have all jobs queued for others. What goes wrong with that is no harm to it."""
-        if not leg_nodes or now < self._look_from:
+    def poll(self, leg_nodes: str, now: float) -> None:
+        """Submit the elastic jobs that are missing from the queue, for other nodes than those of the leg.
+
+        `leg_nodes` is the leg's node list in SLURM's notation; "" while the leg is pending, and then nothing is submitted.
+        `now` is a monotonic time in seconds. A SLURM failure is logged and does not affect the leg.
+        """
+        if not leg_nodes or now < self._next_poll_at:
             return
-        self._look_from = now + LOOK_S
+        self._next_poll_at = now + POLL_S
         try:
             self.find()
-            for name, submit_from in self._submit_from.items():
-                if name not in self._jobs and now >= submit_from:
-                    self._submit_from[name] = now + QUEUE_AGAIN_S
-                    exclude = (*self._each.exclude, leg_nodes, *(node for end in self.ended for node in end.lost_nodes))
-                    request = replace(self._each, name=name, exclude=exclude)
+            for name, next_submit_at in self._next_submit_at.items():
+                if name not in self._jobs and now >= next_submit_at:
+                    self._next_submit_at[name] = now + RESUBMIT_S
+                    exclude = (*self._template.exclude, leg_nodes, *(node for end in self.ended for node in end.lost_nodes))
+                    request = replace(self._template, name=name, exclude=exclude)
                     self._jobs[name] = self._launcher.submit_elastic(request, self._run_folder)
         except queue.SlurmUnavailable as error:
             log.warning("legs.elastic: %s", error)
 
     def _end(self, name: str) -> JobEnd:
-        """How a job ended that is not in the queue any more. One that somebody cancelled is not wanted by this leg again."""
+        """Return how a job that left the queue ended. A cancelled job is not submitted again by this leg."""
         job = self._jobs[name]
         job.has_ended()
         end = job.end()
         if end.ending is LegEnding.CANCELLED:
-            self._submit_from[name] = float("inf")
+            self._next_submit_at[name] = float("inf")
         log.info("%s: %s", name, end.cause)
         return end

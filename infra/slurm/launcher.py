@@ -1,4 +1,8 @@
-"""How a leg gets its machines: what it asks for, who launches the job that carries it, and what became of that job."""
+"""Launcher protocol: how a leg gets its machines.
+
+A `Launcher` turns a `LegRequest` into a `LegJob`, and a finished job reports a `JobEnd`. Implemented by `local.py` (a
+process on this machine) and `slurm.py` (a SLURM job); used by `tasks/legs.py`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,71 +12,85 @@ from typing import Any, Protocol
 from roll_core.types.leg import LegAllocation, LegEnding
 
 LegFunction = Callable[[LegAllocation], Any]
-"""A leg: what runs in its driver's process. What it answers reaches whoever waits for the job."""
+"""Function that runs a leg in the driver's process. Its return value becomes `JobEnd.result`."""
 
 
 @dataclass(frozen=True)
 class LegRequest:
-    """What a leg asks for.
+    """Resources that a leg requests.
 
     Example: LegRequest(name="quickstart-3.1b4f77d0.leg-2", folder=Path("/shared/quickstart-3/leg-2"), nodes=2,
     devices_per_node=8, gpus_per_node=8, time_limit_minutes=240, exclude=("gpu-17",))
     """
 
     name: str
-    """Of the job, by which it is found again."""
+    """Name of the job. `Launcher.find` looks it up."""
     folder: Path
-    """For logs and the answer, on a disk that all nodes reach."""
+    """Folder for the job's logs and result, on a disk that all nodes reach."""
     nodes: int
     devices_per_node: int
     gpus_per_node: int
     time_limit_minutes: int
     exclude: tuple[str, ...] = ()
-    """Nodes that this leg should not be given."""
+    """Names of nodes that the job must not run on."""
 
 
 @dataclass(frozen=True)
 class JobEnd:
-    """How a job ended, as the launcher sees it; the answer of the leg, if it gave one, knows more."""
+    """End of a job as the launcher sees it. The leg's own result, if there is one, is more precise."""
 
     ending: LegEnding | None
-    """null where only the leg can tell."""
-    answer: Any | None
+    """Reason of the end; None if the launcher does not know it."""
+    result: Any | None
+    """Return value of the leg function; None if the leg died before it returned."""
     cause: str
+    """Explanation for a person, in one sentence."""
     lost_nodes: tuple[str, ...] = ()
+    """Names of nodes that failed."""
 
 
 class LegJob(Protocol):
+    """Submitted job that runs a leg."""
+
     job_id: str
     log: Path
+    """Path of the output of the leg's process."""
     poll_s: float
-    """How often `has_ended` may be asked."""
+    """Seconds to wait between two calls of `has_ended`."""
 
     def describe(self) -> str:
-        """What it is doing, or waiting for."""
+        """Describe the job's state in a few words. Example: waits for 25 min (Priority)"""
         ...
 
-    def has_ended(self) -> bool: ...
+    def has_ended(self) -> bool:
+        """True if the job has ended, successfully or not."""
+        ...
+
     @property
     def nodes(self) -> str:
-        """Of an allocation, while the job runs there; empty otherwise."""
+        """Node list of the running job, in SLURM's notation; "" while it is pending, and for a local job."""
         ...
 
     def end(self) -> JobEnd:
-        """How it ended; to be asked once it has."""
+        """Return how the job ended. Call it only after `has_ended` returned True."""
         ...
 
     def cancel(self) -> None:
-        """Ask for its end. A job that has ended stays as it is."""
+        """Request the end of the job. No effect on a job that has ended."""
         ...
 
 
 class Launcher(Protocol):
-    def submit(self, request: LegRequest, leg: LegFunction) -> LegJob: ...
+    """Backend that submits legs as jobs."""
+
+    def submit(self, request: LegRequest, leg: LegFunction) -> LegJob:
+        """Submit a job that runs `leg` on the requested resources."""
+        ...
+
     def find(self, prefix: str) -> dict[str, str]:
-        """Jobs that wait or run and whose names begin so, whoever submitted them: their ids by name."""
+        """Map name to job id of the pending and running jobs whose names start with `prefix`, submitted by any process."""
         ...
 
     def attach(self, job_id: str, folder: Path) -> LegJob:
-        """A job that was submitted before, by somebody who may be gone."""
+        """Return the handle of a job that another process may have submitted. `folder` is its request's folder."""
         ...

@@ -1,4 +1,7 @@
-"""A leg as a process on this machine. It ends with whoever launched it: there is no allocation to outlive it in."""
+"""Local launcher: a leg as a process on this machine, for runs without SLURM.
+
+The leg's process is killed when the launching process ends, since no allocation exists in which it could outlive that.
+"""
 
 import contextlib
 import os
@@ -18,16 +21,18 @@ from roll_core.types.leg import LegAllocation
 
 
 class LocalLauncher:
+    """Launcher that runs a leg in a child process."""
+
     def submit(self, request: LegRequest, leg: LegFunction) -> "LocalLegJob":
         executor = submitit.LocalExecutor(folder=request.folder, max_num_timeout=0)
         executor.update_parameters(
             timeout_min=request.time_limit_minutes,
             signal_delay_s=60,
             stderr_to_stdout=True,
-            gpus_per_node=request.gpus_per_node,  # or submitit hides them all
+            gpus_per_node=request.gpus_per_node,  # with 0, submitit hides all GPUs
             visible_gpus=_visible_gpus(),
         )
-        with _inherited_output(request.folder / "launcher.log"):
+        with _redirected_output(request.folder / "launcher.log"):
             return LocalLegJob(executor.submit(run_local_leg, leg, request.time_limit_minutes, os.getpid()))
 
     def find(self, prefix: str) -> dict[str, str]:  # noqa: ARG002
@@ -38,12 +43,15 @@ class LocalLauncher:
 
 
 class LocalLegJob:
+    """Leg that runs in a child process of the launcher."""
+
     poll_s = 0.2
     nodes = ""
 
     def __init__(self, job: submitit.Job[Any]):
         self._job = job
-        # For slow file systems submitit waits 15 s for the result of a process that has ended; here it is there or lost.
+        # After the process has ended, submitit waits 15 s for its result, for slow file systems. On a local disk the result
+        # is there at once or lost.
         job._results_timeout_s = 0
         self.job_id = job.job_id
         self.log = Path(job.paths.stdout)
@@ -66,40 +74,41 @@ class LocalLegJob:
 
 
 def run_local_leg(leg: LegFunction, time_limit_minutes: int, launcher_pid: int) -> Any:
-    """What the leg's process runs."""
-    _die_with(launcher_pid)
+    """Run a leg in this process, which is killed when the launcher's process ends."""
+    _end_with(launcher_pid)
     ends_at = time.time() + 60 * time_limit_minutes
     return leg(LegAllocation(ends_at=lambda: ends_at))
 
 
 def last_line(trace: str) -> str:
-    """What a traceback comes down to; submitit's messages carry the leg's own, and then say where its logs are."""
+    """Return the last line of the traceback in a submitit error message, without the remark on log files that follows it."""
     lines = [line.strip() for line in trace.split("You can check full logs")[0].splitlines() if line.strip(" -=")]
     return lines[-1] if lines else "no trace"
 
 
-def _die_with(launcher_pid: int) -> None:
+def _end_with(launcher_pid: int) -> None:
+    """Kill this process (SIGKILL) when the launcher's process ends."""
     launcher = os.pidfd_open(launcher_pid)
 
-    def watch() -> None:
-        select.select([launcher], [], [])  # readable once it has ended, even while nobody has reaped it
+    def kill_when_launcher_ends() -> None:
+        select.select([launcher], [], [])  # readable once the launcher has ended, even before it is reaped
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=watch, name="watch-launcher", daemon=True).start()
+    threading.Thread(target=kill_when_launcher_ends, name="watch-launcher", daemon=True).start()
 
 
 def _visible_gpus() -> tuple[int, ...]:
-    """Those that whoever started us chose by number; none if that was left open."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return tuple(int(gpu) for gpu in chosen) if all(gpu.strip().isdigit() for gpu in chosen) else ()
+    """GPU indices in CUDA_VISIBLE_DEVICES; empty if it is unset or does not hold plain indices."""
+    gpu_ids = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return tuple(int(gpu) for gpu in gpu_ids) if all(gpu.strip().isdigit() for gpu in gpu_ids) else ()
 
 
 @contextlib.contextmanager
-def _inherited_output(path: Path) -> Iterator[None]:
-    """Processes started here write to a file, not to our terminal.
+def _redirected_output(path: Path) -> Iterator[None]:
+    """Redirect the standard output and error of processes started in the block to a file.
 
-    submitit's local controller inherits our output: Ctrl-C would print its traceback, and a pipe we write to would stay
-    open for as long as the leg lives.
+    submitit's local controller inherits these streams. Without the redirection Ctrl-C would print its traceback, and a pipe
+    at our standard output would stay open as long as the leg lives.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     saved = [os.dup(1), os.dup(2)]

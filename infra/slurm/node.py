@@ -1,12 +1,12 @@
-"""What every task of a SLURM job runs: one Ray node; on the first node the leg's driver, too. All of it ends together.
-Nodes of other jobs may join it, and go as they came.
+"""Entry points of the tasks of a SLURM job, one task per node. `infra/slurm/slurm.py` and `tasks/legs.py` use them.
 
-The nodes meet by a file in the leg's folder, in which the first one says where Ray's head is; that it is gone means goodbye.
-Ports are free ones, and folders the job's own, so that several legs of several people can share nodes; who does not have the
-leg's token gets no word from its Ray.
+Every task runs one Ray node. The first task runs the Ray head and the leg's driver; when it ends, the other tasks end.
+Tasks of elastic jobs (`join_legs`) join the Ray cluster of a running leg and may leave at any time.
 
-This process never imports Ray: connecting takes over signal handlers, and a lost head ends whoever is connected. Here it
-is seen at once, and reported.
+The rendezvous is a file in the leg's folder: the first task writes the address of the Ray head into it, and deletes it to
+end the leg. Ports are free ones, scratch folders belong to one job, and Ray requires a token, so legs of several users can
+share a node. This process never imports Ray: a connection to Ray replaces signal handlers, and the loss of the head would
+kill it.
 """
 
 import contextlib
@@ -33,158 +33,186 @@ import cloudpickle
 
 from infra.slurm.launcher import LegFunction
 from infra.slurm.queue import EndTime, node_address
-from infra.slurm.scratch import own_folder
+from infra.slurm.scratch import locked_folder
 from roll_core.config.operations.placement import ELASTIC_RESOURCE, leg_resources
 from roll_core.errors import RollError
-from roll_core.host import PRIVATE, free_port, replacing
+from roll_core.host import PRIVATE, atomic_replace, free_port
 from roll_core.roles.process import role_environment
 from roll_core.types.leg import LegAllocation
 
-OBJECT_STORE_SHARE = 0.3
-LOOK_S = 0.3
-FOLLOWER_LOOK_S = 2.0
-"""There may be a thousand of them, and one head and one disk to look at."""
+OBJECT_STORE_FRACTION = 0.3
+"""Fraction of the job's memory on a node that Ray's object store gets, unless the config sets its size."""
+POLL_S = 0.3
+"""Seconds between two checks of the first task: of its driver, of the Ray head, and of the workers' presence files."""
+WORKER_POLL_S = 2.0
+"""Seconds between two checks of a worker. A thousand workers may poll the same head and the same disk."""
 HEAD_DEADLINE_S = 120.0
-MEETING_DEADLINE_S = 300.0
-"""How long nodes wait for the first: tasks of a job do not start at the same moment."""
-FAREWELL_S = 30.0
-"""Within which a driver that has answered, or Ray that was asked to, must have ended."""
-STARTS = 3
-"""How often Ray is started on a node: a port that was free may be taken, and a Ray that died there can come back."""
-HEAD_MISSED = 5
-"""Looks in a row at which nobody answers for the head, until it is taken for dead."""
+"""Seconds that one start of the Ray head may take until it accepts connections."""
+RENDEZVOUS_DEADLINE_S = 300.0
+"""Seconds that a node waits for the rendezvous file. Tasks of a job do not start at the same moment."""
+SHUTDOWN_S = 30.0
+"""Seconds that the driver (after it returned its result), Ray (after SIGTERM) or the workers have to end."""
+MAX_RAY_STARTS = 3
+"""Number of times Ray is started on a node. A free port may be taken before Ray binds it, and a Ray node may die."""
+MAX_MISSED_PINGS = 5
+"""Number of consecutive failed connections to the Ray head that a worker tolerates. One more means the head is dead."""
 
 
 class RayLost(RollError):
-    """Ray could not be started on a node, or did not stay there."""
+    """Ray did not start on a node, or kept dying there."""
 
 
 @dataclass(frozen=True)
 class NodeShape:
-    """What Ray is told a node of the leg has."""
+    """Resources that `ray start` declares for a node of the leg."""
 
     devices: int
     gpus: int
     object_store_bytes: int | None
+    """Size of Ray's object store in bytes; None takes OBJECT_STORE_FRACTION of the job's memory on the node."""
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What the first node says when all is over: the leg's answer, or why there is none."""
+    """Report of the job's first task: the result of the leg, or the reason why there is none."""
 
-    answer: Any | None
+    result: Any | None
+    """Return value of the leg function; None if the leg did not return."""
     cause: str = ""
+    """Reason why `result` is missing; empty otherwise."""
     signalled: bool = False
-    """Whether the job was told to end."""
+    """True if the job received SIGTERM or SIGUSR2."""
     lost_nodes: tuple[str, ...] = ()
+    """Names of nodes on which Ray failed."""
 
 
 @dataclass(frozen=True)
 class TaskIdentity:
-    """Which task of which job this process is. A requeued job has the same id: `restart` counts."""
+    """Identity of this process within its SLURM job, and the paths of the files through which the job's tasks coordinate.
+
+    Example: TaskIdentity(job_id="1207", restart=0, rank=1, node="gpu-17", address="10.0.0.17", folder=Path("/shared/leg-2"))
+    """
 
     job_id: str
     restart: int
+    """Number of times SLURM requeued the job. A requeued job keeps its id."""
     rank: int
+    """Rank of the task in the job (SLURM_PROCID); 0 is the first task."""
     node: str
     address: str
+    """IP address by which other nodes reach this one."""
     folder: Path
+    """Folder on a shared disk for the files below."""
 
     @property
-    def meeting(self) -> Path:
+    def rendezvous_file(self) -> Path:
+        """Path of the file that holds the address of the Ray head. It exists while the head is up."""
         return self.folder / f"ray-{self.job_id}-{self.restart}.json"
 
     @property
-    def token(self) -> Path:
-        return token_of(self.meeting)
+    def token_file(self) -> Path:
+        """Path of the Ray authentication token of this job."""
+        return token_file(self.rendezvous_file)
 
     @property
-    def over(self) -> Path:
-        """There once the first node is done, also if no head ever came up for the others to miss."""
-        return self.meeting.with_suffix(".over")
+    def done_file(self) -> Path:
+        """Path of the file that exists once the first task has ended, even if its Ray head never came up."""
+        return self.rendezvous_file.with_suffix(".over")
 
 
-def token_of(meeting: Path) -> Path:
-    """Without which nobody gets a word from the Ray whose nodes meet there."""
-    return meeting.with_suffix(".token")
+def token_file(rendezvous_file: Path) -> Path:
+    """Path of the Ray authentication token next to a rendezvous file."""
+    return rendezvous_file.with_suffix(".token")
 
 
 @dataclass(frozen=True)
 class Head:
-    """A head of Ray, as the first node of a leg has told the others."""
+    """Ray head of a leg, as read from the leg's rendezvous file.
 
-    meeting: Path
+    Example: Head(Path("/shared/leg-2/ray-1207-0.json"), address="10.0.0.16:6379")
+    """
+
+    rendezvous_file: Path
     address: str
 
     @property
     def host_and_port(self) -> tuple[str, int]:
+        """IP address and TCP port of the head."""
         host, _, port = self.address.rpartition(":")
         return host, int(port)
 
     @property
     def has_gone(self) -> bool:
-        return not self.meeting.exists()
+        """True if the rendezvous file was deleted, which ends the leg."""
+        return not self.rendezvous_file.exists()
 
 
 StartRay = Callable[[list[str]], contextlib.AbstractContextManager[subprocess.Popen[bytes]]]
-"""One node of Ray, with further options of its command, for as long as the block lasts."""
+"""Function that starts one Ray node with additional `ray start` options, as a context manager that stops it on exit."""
 
 
 def run_node(leg: bytes, shape: NodeShape, folder: Path) -> NodeReport | None:
-    """Be this node's part of a leg; the first node reports. The leg is pickled, since what it imports takes seconds, and is
-    needed in the driver alone."""
-    if is_first():
-        return _lead_pickled(leg, shape, folder)
-    follow(shape, folder)
+    """Run this task's part of a leg: the head in the first task, which returns the report, a worker in the others.
+
+    `leg` is a pickled LegFunction: unpickling imports modules for seconds, and only the driver's process needs them.
+    """
+    if is_first_task():
+        return _run_pickled_head(leg, shape, folder)
+    run_worker(shape, folder)
     return None
 
 
-def is_first() -> bool:
+def is_first_task() -> bool:
+    """True if this process is the first task of its SLURM job."""
     return os.environ["SLURM_PROCID"] == "0"
 
 
-def lead(leg: LegFunction, shape: NodeShape, folder: Path) -> NodeReport:
-    """Be the first node of a leg: Ray's head, and the leg."""
-    return _lead_pickled(cloudpickle.dumps(leg), shape, folder)
+def run_head(leg: LegFunction, shape: NodeShape, folder: Path) -> NodeReport:
+    """Run the first node of a leg, which holds the Ray head and the leg's driver, until the leg ends."""
+    return _run_pickled_head(cloudpickle.dumps(leg), shape, folder)
 
 
-def _lead_pickled(leg: bytes, shape: NodeShape, folder: Path) -> NodeReport:
-    with _seated(folder) as (seat, scratch):
-        return _lead(leg, shape, seat, scratch)
+def _run_pickled_head(leg: bytes, shape: NodeShape, folder: Path) -> NodeReport:
+    with _as_task(folder) as (task, scratch):
+        return _run_head(leg, shape, task, scratch)
 
 
 def join_legs(shape: NodeShape, run_folder: Path) -> NodeReport:
-    """Be a node more of whichever leg of a run is there, until none has been for a while, or this job is told to go."""
-    leave = threading.Event()
+    """Lend this node to the running leg of a run, and to the legs that follow it.
+
+    Return once no leg was found for RENDEZVOUS_DEADLINE_S, once this job receives SIGTERM or SIGUSR2, or if Ray fails here.
+    """
+    stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, lambda *_: leave.set())
-    with _seated(run_folder) as (seat, scratch):
+        signal.signal(number, lambda *_: stop.set())
+    with _as_task(run_folder) as (task, scratch):
         try:
-            while (head := _find_head(run_folder, seat, leave)) is not None:
-                os.environ |= _ray_environment(head.meeting)
-                start_ray = functools.partial(_ray, shape, {ELASTIC_RESOURCE: shape.devices}, seat, scratch)
-                _stay(seat, head, start_ray, leave)
+            while (head := _find_head(run_folder, task, stop)) is not None:
+                os.environ |= _ray_environment(head.rendezvous_file)
+                start_ray = functools.partial(_ray_node, shape, {ELASTIC_RESOURCE: shape.devices}, task, scratch)
+                _keep_ray_alive(task, head, start_ray, stop)
         except RayLost as error:
-            return NodeReport(None, str(error), leave.is_set(), (seat.node,))
-    return NodeReport(None, signalled=leave.is_set())
+            return NodeReport(None, str(error), stop.is_set(), (task.node,))
+    return NodeReport(None, signalled=stop.is_set())
 
 
-def follow(shape: NodeShape, folder: Path) -> None:
-    """Be another node of a leg, until the first one is done."""
-    with _seated(folder) as (seat, scratch):
-        here = seat.meeting.with_suffix(f".here.{seat.node}")
-        here.touch()
+def run_worker(shape: NodeShape, folder: Path) -> None:
+    """Run a further node of a leg until the first node ends."""
+    with _as_task(folder) as (task, scratch):
+        presence_file = task.rendezvous_file.with_suffix(f".here.{task.node}")
+        presence_file.touch()
         try:
-            _follow(shape, seat, scratch)
+            _run_worker(shape, task, scratch)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-            here.unlink(missing_ok=True)
+            presence_file.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def _seated(folder: Path) -> Iterator[tuple[TaskIdentity, Path]]:
+def _as_task(folder: Path) -> Iterator[tuple[TaskIdentity, Path]]:
+    """Provide the identity of this task and its scratch folder. Also set Ray's environment variables in this process."""
     node = os.environ["SLURMD_NODENAME"]
-    seat = TaskIdentity(
+    task = TaskIdentity(
         job_id=os.environ["SLURM_JOB_ID"],
         restart=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
         rank=int(os.environ["SLURM_PROCID"]),
@@ -192,189 +220,202 @@ def _seated(folder: Path) -> Iterator[tuple[TaskIdentity, Path]]:
         address=node_address(node),
         folder=folder,
     )
-    os.environ |= _ray_environment(seat.meeting)
-    with own_folder(f"{seat.job_id}.{seat.restart}.{seat.rank}") as scratch:
-        yield seat, scratch
+    os.environ |= _ray_environment(task.rendezvous_file)
+    with locked_folder(f"{task.job_id}.{task.restart}.{task.rank}") as scratch:
+        yield task, scratch
 
 
 # -------------------------------------------------------------------------------------------------- the first node
-def _lead(leg: bytes, shape: NodeShape, seat: TaskIdentity, scratch: Path) -> NodeReport:
-    signals = _Signals()
-    for note in set(seat.folder.glob(f"ray-{seat.job_id}-*")) - set(seat.folder.glob(f"{seat.meeting.stem}.*")):
-        note.unlink()  # of an earlier start of this job, that was killed
-    _write_private(seat.token, secrets.token_hex(32))
+def _run_head(leg: bytes, shape: NodeShape, task: TaskIdentity, scratch: Path) -> NodeReport:
+    signals = _SignalForwarder()
+    for path in set(task.folder.glob(f"ray-{task.job_id}-*")) - set(task.folder.glob(f"{task.rendezvous_file.stem}.*")):
+        path.unlink()  # left by an earlier start of this job that was killed
+    _write_private(task.token_file, secrets.token_hex(32))
     try:
-        # The driver imports what it needs while Ray starts.
-        with _driver(leg, seat, scratch) as (driver, talk), _head(shape, seat, scratch) as (head, address):
-            _write_private(seat.meeting, json.dumps({"head": address}))
-            with contextlib.suppress(OSError):  # it may have ended; that is reported below
-                talk.send(address)
+        # The driver imports its modules while Ray starts.
+        with _driver_process(leg, task, scratch) as (driver, pipe), _ray_head(shape, task, scratch) as (head, address):
+            _write_private(task.rendezvous_file, json.dumps({"head": address}))
+            with contextlib.suppress(OSError):  # the driver may have ended already; `_supervise` reports that
+                pipe.send(address)
             signals.forward_to(driver)
-            return _watch(head, driver, talk, seat, signals)
+            return _supervise(head, driver, pipe, task, signals)
     except RayLost as error:
-        return NodeReport(None, str(error), signals.came, (seat.node,))
+        return NodeReport(None, str(error), signals.received, (task.node,))
     finally:
-        seat.over.touch()
-        seat.meeting.unlink(missing_ok=True)
-        _wait_for_the_others(seat)
-        for note in seat.folder.glob(f"{seat.meeting.stem}.*"):
-            note.unlink(missing_ok=True)
+        task.done_file.touch()
+        task.rendezvous_file.unlink(missing_ok=True)
+        _wait_for_workers(task)
+        for path in task.folder.glob(f"{task.rendezvous_file.stem}.*"):
+            path.unlink(missing_ok=True)
 
 
-def _wait_for_the_others(seat: TaskIdentity) -> None:
-    """Until every node has cleared up. The end of this task is the end of theirs."""
-    ends_at = time.monotonic() + FAREWELL_S
-    while any(seat.folder.glob(f"{seat.meeting.stem}.here.*")) and time.monotonic() < ends_at:
-        time.sleep(LOOK_S)
+def _wait_for_workers(task: TaskIdentity) -> None:
+    """Wait until every worker has removed its scratch folder, at most SHUTDOWN_S. SLURM kills them when this task ends."""
+    ends_at = time.monotonic() + SHUTDOWN_S
+    while any(task.folder.glob(f"{task.rendezvous_file.stem}.here.*")) and time.monotonic() < ends_at:
+        time.sleep(POLL_S)
 
 
-def _watch(
-    head: subprocess.Popen[bytes], driver: SpawnProcess, talk: Connection, seat: TaskIdentity, signals: "_Signals"
+def _supervise(
+    head: subprocess.Popen[bytes], driver: SpawnProcess, pipe: Connection, task: TaskIdentity, signals: "_SignalForwarder"
 ) -> NodeReport:
-    while not wait([talk, driver.sentinel], timeout=LOOK_S):
+    """Wait until the driver returns its result or ends, and report it. Raise RayLost if the Ray head ends before that."""
+    while not wait([pipe, driver.sentinel], timeout=POLL_S):
         if head.poll() is not None:
-            raise RayLost(f"the head of Ray on {seat.node} ended with {head.returncode}")
-    lost = tuple(path.suffix[1:] for path in sorted(seat.folder.glob(f"{seat.meeting.stem}.lost.*")))
+            raise RayLost(f"the head of Ray on {task.node} ended with {head.returncode}")
+    lost_nodes = tuple(path.suffix[1:] for path in sorted(task.folder.glob(f"{task.rendezvous_file.stem}.lost.*")))
     try:
-        return NodeReport(talk.recv(), "", signals.came, lost)
+        return NodeReport(pipe.recv(), "", signals.received, lost_nodes)
     except EOFError:
         driver.join()
-        return NodeReport(None, f"the leg's process ended with {driver.exitcode}", signals.came, lost)
+        return NodeReport(None, f"the leg's process ended with {driver.exitcode}", signals.received, lost_nodes)
 
 
 @contextlib.contextmanager
-def _head(shape: NodeShape, seat: TaskIdentity, scratch: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    for _ in range(STARTS):
-        port = free_port(seat.address)
-        options = ["--head", f"--port={port}", f"--ray-client-server-port={free_port(seat.address)}"]
-        # Nobody needs an autoscaler, nor what roles print at the driver: each is a process that imports Ray while others do.
+def _ray_head(shape: NodeShape, task: TaskIdentity, scratch: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Run a Ray head during the block: yield its process and its address, host:port, once it accepts connections."""
+    for _ in range(MAX_RAY_STARTS):
+        port = free_port(task.address)
+        options = ["--head", f"--port={port}", f"--ray-client-server-port={free_port(task.address)}"]
+        # No autoscaler and no log monitor: nothing uses them, and each is one more process that imports Ray at the start.
         options += ["--no-monitor", "--include-log-monitor=false"]
-        # Ray's default niceness of 15 starves roles on a machine that does anything else: seen to slow training thirtyfold.
+        # Ray's default niceness of 15 starves roles on a machine that does anything else: it slowed training thirtyfold.
         options += ["--include-dashboard=false", '--system-config={"worker_niceness": 0}']
-        with _ray(shape, leg_resources(seat.rank, shape.devices), seat, scratch, options) as head:
+        with _ray_node(shape, leg_resources(task.rank, shape.devices), task, scratch, options) as head:
             ends_at = time.monotonic() + HEAD_DEADLINE_S
             while head.poll() is None and time.monotonic() < ends_at:
-                if _answers(seat.address, port):
-                    yield head, f"{seat.address}:{port}"
+                if _accepts_connections(task.address, port):
+                    yield head, f"{task.address}:{port}"
                     return
-                time.sleep(LOOK_S)
-    raise RayLost(f"the head of Ray did not start on {seat.node}; the leg's log has why")
+                time.sleep(POLL_S)
+    raise RayLost(f"the head of Ray did not start on {task.node}; the leg's log has why")
 
 
 @contextlib.contextmanager
-def _driver(leg: bytes, seat: TaskIdentity, scratch: Path) -> Iterator[tuple[SpawnProcess, Connection]]:
-    """The leg in a process of its own. It is told where Ray's head is, and answers when it is done."""
-    fresh = multiprocessing.get_context("spawn")
-    talk, its_end = fresh.Pipe()
-    driver = fresh.Process(target=_drive, args=(leg, seat.job_id, scratch, its_end))
+def _driver_process(leg: bytes, task: TaskIdentity, scratch: Path) -> Iterator[tuple[SpawnProcess, Connection]]:
+    """Run the leg in a process of its own during the block. The pipe carries the Ray head's address to it, and its result
+    back."""
+    spawn_context = multiprocessing.get_context("spawn")
+    pipe, driver_end = spawn_context.Pipe()
+    driver = spawn_context.Process(target=_run_driver, args=(leg, task.job_id, scratch, driver_end))
     driver.start()
-    its_end.close()  # so that the end of the driver is the end of the pipe
+    driver_end.close()  # now the pipe reaches its end of file when the driver ends
     try:
-        yield driver, talk
-        driver.join(FAREWELL_S)
+        yield driver, pipe
+        driver.join(SHUTDOWN_S)
     finally:
         driver.kill()
         driver.join()
 
 
-def _drive(leg: bytes, job_id: str, scratch: Path, talk: Connection) -> None:
+def _run_driver(leg: bytes, job_id: str, scratch: Path, pipe: Connection) -> None:
+    """Run a pickled leg in the driver's process and send its result through the pipe."""
     run_leg = cloudpickle.loads(leg)
-    # The leg starts what else it needs while Ray's head does, and asks again when it starts roles anew.
-    place = LegAllocation(ends_at=EndTime(job_id), ray_address=functools.cache(talk.recv), scratch=scratch)
-    talk.send(run_leg(place))
+    # The address is received on first use, since the leg starts other services while the Ray head starts. It is cached,
+    # since the leg asks again when it restarts its roles.
+    allocation = LegAllocation(ends_at=EndTime(job_id), ray_address=functools.cache(pipe.recv), scratch=scratch)
+    pipe.send(run_leg(allocation))
 
 
-class _Signals:
-    """SLURM tells a job to end by SIGTERM or SIGUSR2, and only this process hears it. The driver winds up and answers."""
+class _SignalForwarder:
+    """Signal handler that forwards SIGTERM and SIGUSR2 to the driver, which then commits, stores a checkpoint and returns.
+
+    SLURM asks a job to end by these signals, and sends them to this process only.
+    """
 
     def __init__(self) -> None:
-        self.heard: int | None = None
-        self._driver: SpawnProcess | None = None
+        self.signal_number: int | None = None
+        self._driver_process: SpawnProcess | None = None
         for number in (signal.SIGTERM, signal.SIGUSR2):
-            signal.signal(number, self._hear)
+            signal.signal(number, self._on_signal)
 
     @property
-    def came(self) -> bool:
-        return self.heard is not None
+    def received(self) -> bool:
+        """True if a signal was received."""
+        return self.signal_number is not None
 
     def forward_to(self, driver: SpawnProcess) -> None:
-        self._driver = driver
-        if self.heard is not None:
-            self._hear(self.heard, None)
+        """Forward later signals to the driver, and the last signal that was received before."""
+        self._driver_process = driver
+        if self.signal_number is not None:
+            self._on_signal(self.signal_number, None)
 
-    def _hear(self, number: int, _: object) -> None:
-        self.heard = number
-        if self._driver is not None and self._driver.pid is not None and self._driver.is_alive():
-            os.kill(self._driver.pid, number)
+    def _on_signal(self, number: int, _: object) -> None:
+        self.signal_number = number
+        if self._driver_process is not None and self._driver_process.pid is not None and self._driver_process.is_alive():
+            os.kill(self._driver_process.pid, number)
 
 
 # -------------------------------------------------------------------------------------------------- the other nodes
-def _follow(shape: NodeShape, seat: TaskIdentity, scratch: Path) -> None:
+def _run_worker(shape: NodeShape, task: TaskIdentity, scratch: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # the first node says when it is over
-    head = wait_for_head(seat)
+        signal.signal(number, signal.SIG_IGN)  # the first node decides when the leg ends
+    head = wait_for_head(task)
     if head is None:
         return
-    start_ray = functools.partial(_ray, shape, leg_resources(seat.rank, shape.devices), seat, scratch)
+    start_ray = functools.partial(_ray_node, shape, leg_resources(task.rank, shape.devices), task, scratch)
     try:
-        _stay(seat, head, start_ray, leave=threading.Event())
+        _keep_ray_alive(task, head, start_ray, stop=threading.Event())
     except RayLost:
-        seat.meeting.with_suffix(f".lost.{seat.node}").touch()
+        task.rendezvous_file.with_suffix(f".lost.{task.node}").touch()
         raise
 
 
-def _stay(seat: TaskIdentity, head: Head, start_ray: StartRay, leave: threading.Event) -> None:
-    """Join the head, again if Ray dies here, for as long as there is one, or until it is time to leave."""
-    for _ in range(STARTS):
-        with start_ray([f"--address={head.address}", "--include-log-monitor=false"]) as joined:
-            missed = 0
-            while joined.poll() is None:
-                missed = 0 if _answers(*head.host_and_port) else missed + 1
-                if missed > HEAD_MISSED or head.has_gone or leave.wait(FOLLOWER_LOOK_S):
-                    return
-        if head.has_gone or leave.is_set():
-            return
-    raise RayLost(f"Ray did not stay on {seat.node}")
+def _keep_ray_alive(task: TaskIdentity, head: Head, start_ray: StartRay, stop: threading.Event) -> None:
+    """Keep a Ray node joined to the head until the head is gone or `stop` is set.
 
-
-def _find_head(run_folder: Path, seat: TaskIdentity, leave: threading.Event) -> Head | None:
-    """The head of a leg of the run, once one answers; None if none does for a while, or it is time to leave.
-
-    Not the head of this very node: its driver would take us for the node to connect by.
+    Restart Ray if it dies on this node. Raise RayLost when it has died MAX_RAY_STARTS times.
     """
-    ends_at = time.monotonic() + MEETING_DEADLINE_S
-    while time.monotonic() < ends_at and not leave.is_set():
-        for meeting in run_folder.glob("leg-*/ray-*.json"):
-            with contextlib.suppress(OSError):  # it has just gone
-                head = _read_head(meeting)
-                if head.host_and_port[0] != seat.address and _answers(*head.host_and_port):
+    for _ in range(MAX_RAY_STARTS):
+        with start_ray([f"--address={head.address}", "--include-log-monitor=false"]) as ray_node:
+            num_missed = 0
+            while ray_node.poll() is None:
+                num_missed = 0 if _accepts_connections(*head.host_and_port) else num_missed + 1
+                if num_missed > MAX_MISSED_PINGS or head.has_gone or stop.wait(WORKER_POLL_S):
+                    return
+        if head.has_gone or stop.is_set():
+            return
+    raise RayLost(f"Ray did not stay on {task.node}")
+
+
+def _find_head(run_folder: Path, task: TaskIdentity, stop: threading.Event) -> Head | None:
+    """Wait for a reachable Ray head of any leg of the run; None after RENDEZVOUS_DEADLINE_S, or if `stop` is set.
+
+    Skip a head on this node: its driver would connect through our Ray node instead of its own.
+    """
+    ends_at = time.monotonic() + RENDEZVOUS_DEADLINE_S
+    while time.monotonic() < ends_at and not stop.is_set():
+        for rendezvous_file in run_folder.glob("leg-*/ray-*.json"):
+            with contextlib.suppress(OSError):  # the file was just deleted
+                head = _read_head(rendezvous_file)
+                if head.host_and_port[0] != task.address and _accepts_connections(*head.host_and_port):
                     return head
-        leave.wait(FOLLOWER_LOOK_S)
+        stop.wait(WORKER_POLL_S)
     return None
 
 
-def wait_for_head(seat: TaskIdentity) -> Head | None:
-    """The head of the leg, once it is up; None if the first node has given up before."""
-    ends_at = time.monotonic() + MEETING_DEADLINE_S
+def wait_for_head(task: TaskIdentity) -> Head | None:
+    """Wait for the Ray head of this job; None if the first task ended without one. Raise RayLost at the deadline."""
+    ends_at = time.monotonic() + RENDEZVOUS_DEADLINE_S
     while time.monotonic() < ends_at:
-        if seat.over.exists():
+        if task.done_file.exists():
             return None
         with contextlib.suppress(OSError):
-            return _read_head(seat.meeting)
-        time.sleep(FOLLOWER_LOOK_S)
-    raise RayLost(f"{seat.node} waited {MEETING_DEADLINE_S:.0f} s for the first node of the leg")
+            return _read_head(task.rendezvous_file)
+        time.sleep(WORKER_POLL_S)
+    raise RayLost(f"{task.node} waited {RENDEZVOUS_DEADLINE_S:.0f} s for the first node of the leg")
 
 
-def _read_head(meeting: Path) -> Head:
-    return Head(meeting, json.loads(meeting.read_text())["head"])
+def _read_head(rendezvous_file: Path) -> Head:
+    return Head(rendezvous_file, json.loads(rendezvous_file.read_text())["head"])
 
 
 # -------------------------------------------------------------------------------------------------- every node
 @contextlib.contextmanager
-def _ray(
-    shape: NodeShape, resources: dict[str, int], seat: TaskIdentity, scratch: Path, options: list[str]
+def _ray_node(
+    shape: NodeShape, resources: dict[str, int], task: TaskIdentity, scratch: Path, options: list[str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """One node of Ray, for as long as the block lasts."""
+    """Run one Ray node during the block, as a `ray start --block` process with additional options."""
     command = [
         sys.executable,
         "-m",
@@ -384,47 +425,50 @@ def _ray(
         "--log-style=record",
         "--disable-usage-stats",
     ]
-    command += [f"--node-ip-address={seat.address}", f"--node-name={seat.node}", f"--temp-dir={scratch / 'ray'}"]
+    command += [f"--node-ip-address={task.address}", f"--node-name={task.node}", f"--temp-dir={scratch / 'ray'}"]
     command += [f"--num-cpus={shape.devices + 1}", f"--num-gpus={shape.gpus}"]
     command += [f"--resources={json.dumps(resources)}"]
-    command += ["--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={free_port(seat.address)}"]
-    if (num_bytes := shape.object_store_bytes or _share_of_memory()) is not None:
+    command += ["--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={free_port(task.address)}"]
+    if (num_bytes := shape.object_store_bytes or _object_store_bytes()) is not None:
         command.append(f"--object-store-memory={num_bytes}")
     environment = os.environ | role_environment()
-    ray = subprocess.Popen(command + options, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
+    process = subprocess.Popen(command + options, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
     try:
-        yield ray
+        yield process
     finally:
-        ray.terminate()
+        process.terminate()
         try:
-            ray.wait(FAREWELL_S)
+            process.wait(SHUTDOWN_S)
         except subprocess.TimeoutExpired:
-            os.killpg(ray.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
 
 
-def _ray_environment(meeting: Path) -> dict[str, str]:
+def _ray_environment(rendezvous_file: Path) -> dict[str, str]:
     return {
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(token_of(meeting)),
+        "RAY_AUTH_TOKEN_PATH": str(token_file(rendezvous_file)),
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # or Ray waits half a minute for work to leave a node
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # otherwise Ray waits half a minute for a node to drain
         "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
     }
 
 
-def _share_of_memory() -> int | None:
-    """Of what SLURM gave the job here; null, where that is all the node has, leaves it to Ray."""
+def _object_store_bytes() -> int | None:
+    """Size of Ray's object store in bytes, from the memory SLURM gave the job on this node.
+
+    None if the job has all of the node's memory: Ray then chooses the size.
+    """
     megabytes = int(os.environ.get("SLURM_MEM_PER_NODE", "0"))
-    return int(OBJECT_STORE_SHARE * megabytes * 2**20) or None
+    return int(OBJECT_STORE_FRACTION * megabytes * 2**20) or None
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Write a file for its owner alone; readers see all of it or none."""
-    with replacing(path, PRIVATE) as file:
+    """Write a file atomically, readable by its owner alone."""
+    with atomic_replace(path, PRIVATE) as file:
         file.write(text.encode())
 
 
-def _answers(host: str, port: int) -> bool:
+def _accepts_connections(host: str, port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=2):
         return True
     return False

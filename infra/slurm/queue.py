@@ -1,6 +1,7 @@
-"""What is asked of SLURM's controller, and what it answers. Needs no accounting; where there is some, it remembers longer.
+"""Queries to the SLURM controller through its commands (scontrol, squeue, scancel, sacct). Used by the rest of this package.
 
-Commands wait for a controller that is away, so each has a limit, and no answer is not an answer.
+Accounting (sacct) is optional; where it exists, it knows jobs that the controller has forgotten. SLURM's commands block
+while the controller is down, so each has a timeout. A timeout says nothing about a job: it raises SlurmUnavailable.
 """
 
 import contextlib
@@ -14,7 +15,8 @@ from datetime import datetime
 from roll_core.errors import RollError
 from roll_core.types.leg import LegEnding
 
-COMMAND_LIMIT_S = 30.0
+COMMAND_TIMEOUT_S = 30.0
+"""Seconds that one SLURM command may take."""
 ENDED: dict[str, LegEnding | None] = {
     "COMPLETED": None,
     "FAILED": None,
@@ -26,34 +28,44 @@ ENDED: dict[str, LegEnding | None] = {
     "BOOT_FAIL": LegEnding.NODE_FAIL,
     "OUT_OF_MEMORY": LegEnding.OUT_OF_MEMORY,
 }
-"""States in which a job is over, and what each says about the leg it carried."""
+"""Final job states of SLURM, each with the ending of the leg that it implies; None if only the leg knows its ending."""
 
 
 class SlurmUnavailable(RollError):
-    """SLURM's controller did not answer, or refused."""
+    """SLURM's controller did not reply in time, or refused the command."""
 
 
 @dataclass(frozen=True)
 class JobState:
-    """Times are in seconds since the epoch; SLURM's guess of when a job starts is one of them.
+    """State of a SLURM job. Times are in seconds since the epoch; None if SLURM does not know them.
 
     Example: JobState(name="PENDING", reason="Resources", submitted_at=1794780000.0, starts_at=1794783600.0)
     """
 
     name: str
+    """SLURM's name of the state, such as PENDING or RUNNING."""
     reason: str = ""
+    """SLURM's reason why the job is in this state, such as Priority."""
     nodes: str = ""
+    """Node list in SLURM's notation, such as n[1-2]."""
     lost_nodes: tuple[str, ...] = ()
+    """Names of nodes that failed."""
     submitted_at: float | None = None
     starts_at: float | None = None
+    """Start time; for a pending job SLURM's estimate of it."""
     ends_at: float | None = None
+    """End of the time limit."""
 
     @property
     def is_over(self) -> bool:
+        """True if the job is in a final state."""
         return self.name in ENDED
 
     def describe(self, now: float) -> str:
-        """Example: waits for 25 min (Resources), expected to start in 35 min"""
+        """Describe the state in a few words; `now` is in seconds since the epoch.
+
+        Example: waits for 25 min (Resources), expected to start in 35 min
+        """
         match self.name:
             case "PENDING":
                 waited = f" for {_minutes(now - self.submitted_at)}" if self.submitted_at is not None else ""
@@ -67,19 +79,21 @@ class JobState:
 
 
 FORGOTTEN = JobState("FORGOTTEN")
-"""Of a job that ended so long ago that nobody knows how."""
+"""State of a job that ended so long ago that neither the controller nor accounting knows it."""
 
 
 STILL_RUNNING = JobState("RUNNING")
+"""State of the job that this process itself is part of."""
 
 
 def job_state(job_id: str) -> JobState:
+    """Query the state of a job: from the controller, else from accounting, else FORGOTTEN."""
     try:
-        fields = _fields(_ask("scontrol", "show", "job", "--oneliner", job_id))
+        fields = _fields(_run_command("scontrol", "show", "job", "--oneliner", job_id))
     except SlurmUnavailable as error:
         if "Invalid job id" not in str(error):
             raise
-        return _remembered(job_id)
+        return _from_accounting(job_id)
     return JobState(
         name=fields["JobState"],
         reason=fields["Reason"],
@@ -92,61 +106,70 @@ def job_state(job_id: str) -> JobState:
 
 
 def find_jobs(prefix: str) -> dict[str, str]:
-    """Jobs of ours that are not over and whose names begin so; of equal names, the newest."""
-    lines = _ask("squeue", "--me", "--noheader", "--sort=i", "--format=%i %j").splitlines()
+    """Map name to job id of this user's pending and running jobs whose names start with `prefix`; the newest per name."""
+    lines = _run_command("squeue", "--me", "--noheader", "--sort=i", "--format=%i %j").splitlines()
     id_of = {name: job_id for job_id, _, name in (line.partition(" ") for line in lines)}
     return {name: job_id for name, job_id in id_of.items() if name.startswith(prefix)}
 
 
 def cancel_job(job_id: str) -> None:
-    _ask("scancel", job_id)
+    _run_command("scancel", job_id)
 
 
 def node_address(node: str) -> str:
-    """By which the other nodes reach one."""
-    return socket.gethostbyname(_fields(_ask("scontrol", "show", "node", "--oneliner", node))["NodeAddr"])
+    """IP address of a node, by which other nodes reach it."""
+    return socket.gethostbyname(_fields(_run_command("scontrol", "show", "node", "--oneliner", node))["NodeAddr"])
 
 
 class EndTime:
-    """When a job ends, asked for again now and then: whoever may, moves it. While nobody answers, the last answer holds."""
+    """Callable that returns when a job's time limit ends, in seconds since the epoch; infinity if unknown.
+
+    Users and administrators can move the limit of a running job, so it is queried again. While the controller is down, the
+    last known time holds.
+    """
 
     REFRESH_S = 5.0
+    """Minimum seconds between two queries."""
 
     def __init__(self, job_id: str):
         self._job_id = job_id
-        self._asked_at = float("-inf")
+        self._refreshed_at = float("-inf")
         self._ends_at = float("inf")
 
     def __call__(self) -> float:
-        if time.monotonic() - self._asked_at > self.REFRESH_S:
-            self._asked_at = time.monotonic()
+        if time.monotonic() - self._refreshed_at > self.REFRESH_S:
+            self._refreshed_at = time.monotonic()
             with contextlib.suppress(SlurmUnavailable):
                 self._ends_at = job_state(self._job_id).ends_at or float("inf")
         return self._ends_at
 
 
-def _remembered(job_id: str) -> JobState:
-    """From accounting, of a job that the controller has forgotten."""
+def _from_accounting(job_id: str) -> JobState:
+    """Read the state of a job from accounting; FORGOTTEN if accounting is missing or does not know the job."""
     try:
-        states = _ask("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job_id}", "--format=State").split()
+        states = _run_command(
+            "sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job_id}", "--format=State"
+        ).split()
     except SlurmUnavailable:
         return FORGOTTEN
     return JobState(states[-1]) if states else FORGOTTEN
 
 
-def _ask(*words: str) -> str:
+def _run_command(*command: str) -> str:
+    """Run a SLURM command and return its output; SlurmUnavailable if it fails or takes too long."""
     try:
-        done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False
+        completed = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
         )
     except (subprocess.TimeoutExpired, FileNotFoundError) as error:
-        raise SlurmUnavailable(f"{words[0]}: {error}") from None
-    if done.returncode:
-        raise SlurmUnavailable(f"{words[0]}: {done.stderr.strip()}")
-    return done.stdout
+        raise SlurmUnavailable(f"{command[0]}: {error}") from None
+    if completed.returncode:
+        raise SlurmUnavailable(f"{command[0]}: {completed.stderr.strip()}")
+    return completed.stdout
 
 
 def _fields(text: str) -> dict[str, str]:
+    """Parse the `Key=value` pairs of `scontrol --oneliner`."""
     return dict(re.findall(r"(\S+?)=(\S*)", text))
 
 
@@ -155,5 +178,5 @@ def _minutes(seconds: float) -> str:
 
 
 def _seconds(time_text: str) -> float | None:
-    """SLURM writes local time, or Unknown, or None."""
+    """Convert SLURM's local time to seconds since the epoch; None for its words `Unknown` and `None`."""
     return datetime.fromisoformat(time_text).timestamp() if time_text[:1].isdigit() else None

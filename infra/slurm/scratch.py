@@ -1,4 +1,7 @@
-"""Folders on a node's own disk, each of one leg that lives. What killed legs left there goes when the next one comes."""
+"""Scratch folders on a node's local disk, one per live leg. Used by `node.py`.
+
+Folders that killed legs left are removed when the next leg starts on the node.
+"""
 
 import contextlib
 import fcntl
@@ -9,23 +12,24 @@ from pathlib import Path
 
 from roll_core.errors import RollError
 
-FOLDERS = Path(f"/tmp/roll-{os.getuid()}")
-"""Not in TMPDIR: Ray's sockets lie below, and the names of sockets end at 107 characters."""
+SCRATCH_ROOT = Path(f"/tmp/roll-{os.getuid()}")
+"""Parent of all scratch folders of this user. Not in TMPDIR: Ray keeps Unix sockets below, whose paths are limited to 107
+characters."""
 
 
 @contextlib.contextmanager
-def own_folder(name: str) -> Iterator[Path]:
-    """A folder that nobody else uses, for as long as the block lasts.
+def locked_folder(name: str) -> Iterator[Path]:
+    """Provide a scratch folder during the block. Remove it afterwards, and remove folders of dead owners first.
 
-    A lock says that its owner lives; the kernel drops it when it does not.
+    A file lock (flock) marks a live owner. The kernel releases it when the owner's process dies, however it dies.
     """
-    FOLDERS.mkdir(mode=0o700, exist_ok=True)
-    if FOLDERS.stat().st_uid != os.getuid():
-        raise RollError(f"{FOLDERS} on this node belongs to somebody else: have it removed")
-    for left in FOLDERS.glob("*.lock"):
+    SCRATCH_ROOT.mkdir(mode=0o700, exist_ok=True)
+    if SCRATCH_ROOT.stat().st_uid != os.getuid():
+        raise RollError(f"{SCRATCH_ROOT} on this node belongs to somebody else: have it removed")
+    for left in SCRATCH_ROOT.glob("*.lock"):
         with contextlib.suppress(BlockingIOError), _locked(left, fcntl.LOCK_NB):
             _remove(left)
-    lock_file = FOLDERS / f"{name}.lock"
+    lock_file = SCRATCH_ROOT / f"{name}.lock"
     with _locked(lock_file):
         folder = lock_file.with_suffix("")
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -37,14 +41,14 @@ def own_folder(name: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(lock_file: Path, mode: int = 0) -> Iterator[None]:
-    """Raises BlockingIOError if somebody has it and `mode` says not to wait."""
+    """Hold an exclusive lock on a file during the block. With mode LOCK_NB, raise BlockingIOError if another holds it."""
     while True:
         with open(lock_file, "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | mode)
             if lock_file.exists() and os.path.samestat(lock_file.stat(), os.fstat(lock.fileno())):
                 yield
                 return
-        # Somebody who cleared up removed the file between our opening and our locking it.
+        # Another process removed the file between our open and our lock: try again with a new file.
 
 
 def _remove(lock_file: Path) -> None:

@@ -1,4 +1,7 @@
-"""A leg as a SLURM job: one task a node, each of which runs `node.run_node`. It outlives whoever submitted it."""
+"""SLURM launcher: a leg as a SLURM job with one task per node. Each task runs `node.run_node`. Used by `tasks/`.
+
+The job outlives the process that submitted it. This file also writes the sbatch script of a run without a flow.
+"""
 
 import contextlib
 import io
@@ -23,6 +26,8 @@ from roll_core.types.leg import LegEnding
 
 
 class SlurmLauncher:
+    """Launcher that submits legs as SLURM jobs."""
+
     def __init__(self, config: SlurmLauncherConfig):
         self._config = config
 
@@ -30,14 +35,14 @@ class SlurmLauncher:
         return self._submit(request, run_node, cloudpickle.dumps(leg), node_shape(self._config, request), request.folder)
 
     def submit_elastic(self, request: LegRequest, run_folder: Path) -> "SlurmLegJob":
-        """A node more for the legs of a run."""
+        """Submit an elastic job: one additional node that joins whichever leg of the run is running."""
         return self._submit(request, join_legs, node_shape(self._config, request), run_folder)
 
     def _submit(self, request: LegRequest, function: Callable[..., NodeReport | None], *arguments: Any) -> "SlurmLegJob":
         executor = submitit.SlurmExecutor(folder=request.folder, max_num_timeout=0, python=self._config.python)
         executor.update_parameters(**sbatch_parameters(self._config, request))
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it raises
+            with contextlib.redirect_stderr(io.StringIO()):  # submitit prints the error that it raises
                 job = executor.submit(function, *arguments)
         except FailedJobError as error:
             raise queue.SlurmUnavailable(f"{request.name} could not be submitted: {' '.join(str(error).split())}") from None
@@ -51,8 +56,10 @@ class SlurmLauncher:
 
 
 class SlurmLegJob:
+    """Leg that runs as a SLURM job."""
+
     poll_s = 2.0
-    """Everybody's jobs are asked for at one controller."""
+    """All users of the cluster share one controller, so polls are rare."""
 
     def __init__(self, job_id: str, folder: Path):
         self.job_id = job_id
@@ -64,7 +71,10 @@ class SlurmLegJob:
         return queue.job_state(self.job_id).describe(time.time())
 
     def has_ended(self) -> bool:
-        """By SLURM's word alone: a job that has answered may have been requeued before it was quite gone, and goes on."""
+        """True if SLURM says that the job is over; False while the controller is down.
+
+        A result on disk does not count: SLURM may requeue a job after it wrote its result, and then the job runs again.
+        """
         try:
             self._state = queue.job_state(self.job_id)
         except queue.SlurmUnavailable:
@@ -73,7 +83,7 @@ class SlurmLegJob:
 
     @property
     def nodes(self) -> str:
-        """Where it ran when it was last asked whether it has ended, as SLURM writes it; empty if it did not."""
+        """Node list at the last call of `has_ended`, in SLURM's notation; "" if the job was not running."""
         return self._state.nodes if self._state.name == "RUNNING" else ""
 
     def end(self) -> JobEnd:
@@ -83,41 +93,42 @@ class SlurmLegJob:
         queue.cancel_job(self.job_id)
 
     def _outcome(self) -> NodeReport | str | None:
-        """What the first node reported, or the traceback of what prevented that."""
+        """Report of the first node, or the traceback if it raised; None if it wrote nothing."""
         if not self._paths.result_pickle.exists():
             return None
         return pickle_load(self._paths.result_pickle)[1]
 
 
 def read_end(state: queue.JobState, outcome: NodeReport | str | None) -> JobEnd:
-    """How a job ended, by SLURM's word and the first node's report."""
-    seen = queue.ENDED.get(state.name)
-    told = f"SLURM says {state.name}" + (f" ({state.reason})" if state.reason not in ("", "None") else "")
+    """Combine SLURM's final state of a job with its outcome: the first node's report, a traceback, or None."""
+    ending = queue.ENDED.get(state.name)
+    slurm_says = f"SLURM says {state.name}" + (f" ({state.reason})" if state.reason not in ("", "None") else "")
     match outcome:
         case NodeReport():
-            lost = outcome.lost_nodes or state.lost_nodes
-            if seen is None and lost:
-                seen = LegEnding.NODE_FAIL
-            if seen is None and outcome.signalled and outcome.answer is None:
-                seen = LegEnding.PREEMPTED
-            return JobEnd(seen, outcome.answer, "; ".join(filter(None, [outcome.cause, told])), lost)
+            lost_nodes = outcome.lost_nodes or state.lost_nodes
+            if ending is None and lost_nodes:
+                ending = LegEnding.NODE_FAIL
+            if ending is None and outcome.signalled and outcome.result is None:
+                ending = LegEnding.PREEMPTED
+            return JobEnd(ending, outcome.result, "; ".join(filter(None, [outcome.cause, slurm_says])), lost_nodes)
         case str():
-            return JobEnd(seen, None, f"the leg's job failed ({last_line(outcome)}); {told}", state.lost_nodes)
+            return JobEnd(ending, None, f"the leg's job failed ({last_line(outcome)}); {slurm_says}", state.lost_nodes)
         case None:
-            return JobEnd(seen, None, f"the leg's job left no answer; {told}", state.lost_nodes)
+            return JobEnd(ending, None, f"the leg's job left no answer; {slurm_says}", state.lost_nodes)
 
 
 def node_shape(config: SlurmLauncherConfig, request: LegRequest) -> NodeShape:
+    """Resources of each node of a requested leg, as Ray sees them."""
     gigabytes = config.object_store_gigabytes
     return NodeShape(request.devices_per_node, request.gpus_per_node, int(gigabytes * 2**30) if gigabytes else None)
 
 
 ALL_PROCESSORS = 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_ON_NODE"'
-"""A task would have one of those that the job has on its node."""
+"""Shell line that gives the task of a node all CPUs of the job there. By default srun gives it one."""
 
 
 def sbatch_parameters(config: SlurmLauncherConfig, request: LegRequest) -> dict[str, Any]:
-    """What a leg asks of SLURM, in submitit's words."""
+    """Return a leg's sbatch options under the names that submitit uses."""
     memory = f"{config.memory_gigabytes}G" if config.memory_gigabytes else "0" if config.exclusive else None
     parameters = {
         "job_name": request.name,
@@ -135,7 +146,7 @@ def sbatch_parameters(config: SlurmLauncherConfig, request: LegRequest) -> dict[
         "signal_delay_s": config.signal_seconds,
         "stderr_to_stdout": True,
         "setup": [*(f"module load {module}" for module in config.modules), *config.setup, ALL_PROCESSORS],
-        # One lost task ends all. Roles find their processors by themselves.
+        # One failed task ends the job. Tasks are not bound to cores: the kernel spreads the roles over all of the job's.
         "srun_args": ["--kill-on-bad-exit=1", "--cpu-bind=none"],
         "additional_parameters": {"requeue": True} | config.options,
         "wckey": "",
@@ -143,16 +154,20 @@ def sbatch_parameters(config: SlurmLauncherConfig, request: LegRequest) -> dict[
     return {key: value for key, value in parameters.items() if value is not None}
 
 
-CHAINED = 75
-"""Exit code of a leg after which the next should follow; that of a temporary failure, by sysexits.h."""
-CHAIN = ["code=$?", f'if [ $code -eq {CHAINED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi', "exit $code"]
-"""The same job again: with the options it was submitted with, and the id by which its run is named."""
+REQUEUE_EXIT_CODE = 75
+"""Exit code of `roll leg` that asks the sbatch script to requeue the job for the next leg (EX_TEMPFAIL of sysexits.h)."""
+REQUEUE_COMMANDS = [
+    "code=$?",
+    f'if [ $code -eq {REQUEUE_EXIT_CODE} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+    "exit $code",
+]
+"""Last lines of the sbatch script. A requeued job keeps its sbatch options and its id, after which its run is named."""
 
 
 def sbatch_script(config: SlurmLauncherConfig, request: LegRequest, arguments: list[str]) -> str:
-    """A script that asks for what a leg asks for, runs `roll leg ARGUMENTS` on every node, and chains itself."""
+    """Return an sbatch script that requests a leg's resources, runs `roll leg ARGUMENTS` on every node, and requeues."""
     parameters = sbatch_parameters(config, request)
     parameters["setup"] = [*parameters["setup"], f'run="${{1:-{request.name}-job$SLURM_JOB_ID}}"']
     python = config.python or shlex.quote(sys.executable)
     command = f'{python} -m flows.cli leg {shlex.join(arguments)} --run "$run"'
-    return _make_sbatch_string(command=command, folder=request.folder, teardown=CHAIN, **parameters)
+    return _make_sbatch_string(command=command, folder=request.folder, teardown=REQUEUE_COMMANDS, **parameters)

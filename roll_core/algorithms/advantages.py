@@ -21,8 +21,8 @@ STD_EPSILON = 1e-6
 
 
 def monte_carlo_return(inputs: AdvantageInputs, *, discount: float = 1.0) -> Tensor:
-    """What was earned from each token on (REINFORCE, Williams 1992): turn rewards are paid at the end of their turns, the
-    rest of the outcome at the last token."""
+    """Return from each token on (REINFORCE, Williams 1992): turn rewards are paid at the end of their turns, the rest of the
+    outcome at the last token."""
     paid_N = _paid_per_token(inputs.rewards_S, inputs)
     return discounted_sums(paid_N, inputs.sequence_N, inputs.num_sequences, discount)
 
@@ -38,43 +38,42 @@ def group_baseline_batch_normalized(inputs: AdvantageInputs) -> Tensor:
 
 
 def group_relative(inputs: AdvantageInputs) -> Tensor:
-    """Each reward minus the mean of its group (Dr.GRPO, arXiv 2503.20783); equal rewards give exactly zero."""
+    """Reward minus the mean of its group (Dr.GRPO, arXiv 2503.20783); equal rewards give exactly zero."""
     return _returns(_centred(inputs), inputs)
 
 
 def group_normalized(inputs: AdvantageInputs) -> Tensor:
-    """Each reward minus the mean of its group, over the group's unbiased standard deviation (GRPO, arXiv 2402.03300)."""
+    """Reward minus the mean of its group, over the group's unbiased standard deviation (GRPO, arXiv 2402.03300)."""
     std_G = std_by(inputs.rewards_S, inputs.group_S, _num_groups(inputs))
     return _returns(_centred(inputs) / (std_G[inputs.group_S] + STD_EPSILON), inputs)
 
 
 def group_mean_batch_std(inputs: AdvantageInputs) -> Tensor:
-    """Each reward minus the mean of its group, over the standard deviation of the whole batch (LitePPO, arXiv
-    2508.08221)."""
+    """Reward minus the mean of its group, over the standard deviation of the whole batch (LitePPO, arXiv 2508.08221)."""
     std = std_by(inputs.rewards_S, torch.zeros_like(inputs.group_S), 1)
     return _returns(_centred(inputs) / (std + STD_EPSILON), inputs)
 
 
 def leave_one_out(inputs: AdvantageInputs) -> Tensor:
-    """Each reward minus the mean of the others of its group (RLOO, arXiv 2402.14740); alone in a group, zero."""
+    """Reward minus the mean of the others of its group (RLOO, arXiv 2402.14740); zero if alone in a group."""
     sizes_S = count_by(inputs.group_S, _num_groups(inputs), inputs.rewards_S)[inputs.group_S]
     return _returns(_centred(inputs) * sizes_S / (sizes_S - 1).clamp(min=1), inputs)
 
 
 def greedy_baseline(inputs: AdvantageInputs) -> Tensor:
-    """Each reward minus that of the greedy completion to the same problem (ReMax, arXiv 2310.10505)."""
+    """Reward minus that of the greedy completion to the same problem (ReMax, arXiv 2310.10505)."""
     assert inputs.greedy_rewards_S is not None, "greedy rewards were not collected"
     return _returns(inputs.rewards_S - inputs.greedy_rewards_S, inputs)
 
 
 def constant_baseline(inputs: AdvantageInputs, *, baseline: float) -> Tensor:
-    """Each reward minus a number that is the same for all (TOPR's c, arXiv 2503.14286)."""
+    """Reward minus a number that is the same for all (TOPR's c, arXiv 2503.14286)."""
     return _returns(inputs.rewards_S - baseline, inputs)
 
 
 def best_of_group(inputs: AdvantageInputs, *, minimum_reward: float = 0.0) -> Tensor:
-    """1 for the trajectories with their group's highest reward, if above a minimum, 0 for the others (RAFT++,
-    2504.11343)."""
+    """Best of each group (RAFT++, arXiv 2504.11343): 1 for trajectories with their group's highest reward, if above a
+    minimum, 0 for the others."""
     best_S = max_by(inputs.rewards_S, inputs.group_S, _num_groups(inputs))[inputs.group_S]
     chosen_S = (inputs.rewards_S == best_S) & (inputs.rewards_S > minimum_reward)
     return _returns(chosen_S.to(inputs.rewards_S.dtype), inputs)
@@ -101,7 +100,7 @@ def generalized_advantage(
 
 
 def turn_return(inputs: AdvantageInputs, *, discount: float) -> Tensor:
-    """What was earned from each turn on, discounted per turn, the same for all tokens of a turn."""
+    """Return from each turn on, discounted per turn, the same for all tokens of a turn."""
     return _turn_returns(inputs, discount)[inputs.turn_N] + _token_returns(inputs)
 
 
@@ -127,23 +126,23 @@ def group_in_group(
 
 
 def reverse_kl_to_teachers(inputs: AdvantageInputs) -> Tensor:
-    """On-policy distillation: minus the sampled reverse KL to the teachers, token by token, sum over teachers of
-    weight * (log teacher - log student). Its policy gradient is that of the reverse KL (arXiv 2306.13649)."""
+    """Negative sampled reverse KL to the teachers, token by token, for on-policy distillation: sum over teachers of weight *
+    (log teacher - log student). Its policy gradient is that of the reverse KL (arXiv 2306.13649)."""
     assert inputs.teacher_logprobs_KN is not None, "teacher logprobs were not computed"
     assert inputs.teacher_weights_KN is not None
     assert inputs.sampler_logprobs_N is not None
     credit_KN = inputs.teacher_weights_KN * (inputs.teacher_logprobs_KN - inputs.sampler_logprobs_N)
-    # What a teacher says outside its domains may be anything, even not a number.
+    # Outside its domains a teacher's logprobs may be anything, even not a number.
     return torch.where(inputs.teacher_weights_KN > 0, credit_KN, torch.zeros_like(credit_KN)).sum(0)
 
 
 def distilled_and_rewarded(inputs: AdvantageInputs, *, reward_weight: float) -> Tensor:
-    """Mixed distillation: GRPO's advantage with a weight, plus the reverse KL to the teachers."""
+    """Mixed distillation: GRPO's advantage with a weight, plus the negative reverse KL to the teachers."""
     return reward_weight * group_normalized(inputs) + reverse_kl_to_teachers(inputs)
 
 
 def whitened(values_N: Tensor) -> Tensor:
-    """Mean 0 and (unbiased) standard deviation 1 over all tokens; equal values give exactly zero."""
+    """Values standardised to mean 0 and (unbiased) standard deviation 1 over all tokens; equal values give exactly zero."""
     if not len(values_N):
         return values_N
     return _standardized(values_N, torch.zeros(len(values_N), dtype=torch.long, device=values_N.device), 1)
@@ -163,12 +162,12 @@ def _centred(inputs: AdvantageInputs) -> Tensor:
 
 
 def _returns(outcome_S: Tensor, inputs: AdvantageInputs) -> Tensor:
-    """An outcome per trajectory, given whole to each of its tokens, and what is paid token by token."""
+    """Outcome of each token's trajectory, plus the returns of token rewards."""
     return outcome_S[inputs.sequence_N] + _token_returns(inputs)
 
 
 def _paid_per_token(outcome_S: Tensor, inputs: AdvantageInputs) -> Tensor:
-    """What each token is paid: turn rewards at the end of their turns, the rest of the outcome at the last token."""
+    """Reward paid at each token: turn rewards at the end of their turns, the rest of the outcome at the last token."""
     paid_N = inputs.token_rewards_N if inputs.token_rewards_N is not None else outcome_S.new_zeros(len(inputs.sequence_N))
     # (A turn is never without tokens, nor is a trajectory: both would have nothing to train.)
     in_turns_S = sum_by(inputs.turn_rewards_T, inputs.sequence_T, inputs.num_sequences)
@@ -184,7 +183,7 @@ def _turn_returns(inputs: AdvantageInputs, discount: float) -> Tensor:
 
 
 def _token_returns(inputs: AdvantageInputs) -> Tensor:
-    """Undiscounted returns of what is paid token by token; zero where nothing is."""
+    """Undiscounted returns of token rewards; zero if there are none."""
     if inputs.token_rewards_N is None:
         return inputs.rewards_S.new_zeros(())
     return discounted_sums(inputs.token_rewards_N, inputs.sequence_N, inputs.num_sequences, 1.0)

@@ -32,7 +32,7 @@ class CatalogEntry:
     advantage: Callable[[Any], AdvantageFn]
     objective: Callable[[Any], Objective]
     example: str = ""
-    """What a config could, or must, say beside `kind`."""
+    """YAML of the keys that a config could, or must, have beside `kind`."""
 
     @property
     def kind(self) -> str:
@@ -45,7 +45,8 @@ class CatalogEntry:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """`credit_signals` are needed before advantages can be, `loss_signals` only where there is something to train on."""
+    """Algorithm built from its config. `credit_signals` are needed before advantages can be computed, `loss_signals` only
+    for samples that are trained on."""
 
     credit: CreditRecipe
     loss: LossFn
@@ -53,9 +54,9 @@ class Algorithm:
     credit_signals: frozenset[Signal]
     loss_signals: frozenset[Signal]
     full_kl_loss: bool
-    """True when the loss takes the full-vocabulary KL, so that the reference runs beside the policy in the update."""
+    """True if the loss takes the full-vocabulary KL, so that the reference runs beside the policy in the update."""
     skips_zero_advantages: bool
-    """True when tokens of zero advantage have no gradient, so that their samples need no forward pass."""
+    """True if tokens of zero advantage have no gradient, so that their samples need no forward pass."""
 
     @property
     def signals(self) -> frozenset[Signal]:
@@ -297,15 +298,16 @@ KL_ESTIMATORS: dict[shaping.KlEstimator, KlEstimatorFn] = {
     shaping.KlEstimator.K3: divergences.k3,
     shaping.KlEstimator.ABSOLUTE: divergences.absolute,
 }
-"""Those computed from the logprobs of sampled tokens; `full` needs the distributions."""
+"""Estimators computed from the logprobs of sampled tokens; `full` needs the distributions."""
 
 
 def row_of(config: AlgorithmConfig) -> CatalogEntry:
+    """Catalogue entry of a config."""
     return next(row for row in TABLE if row.config is type(config))
 
 
 def build_algorithm(config: AlgorithmConfig, *, num_optimizer_steps: int, max_new_tokens: int) -> Algorithm:
-    """The algorithm a config names, for updates of `num_optimizer_steps` per iteration."""
+    """Build the algorithm that a config names, for updates of `num_optimizer_steps` per iteration."""
     row = row_of(config)
     full_kl_loss = config.kl_loss is not None and config.kl_loss.estimator is shaping.KlEstimator.FULL
     return Algorithm(

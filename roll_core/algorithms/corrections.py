@@ -1,6 +1,7 @@
-"""Corrections for tokens that were sampled by another policy than the trainer's: engines round differently, and weights age.
+"""Corrections for tokens that were sampled by another policy than the trainer's: engines round differently, and weights
+become stale.
 
-Everything is computed from w = anchor / sampler, without gradient. Shapes as in `inputs.py`.
+All of them are computed from the importance ratio w = anchor / sampler, without gradient. Shapes as in `inputs.py`.
 """
 
 import math
@@ -16,14 +17,18 @@ from roll_core.algorithms.inputs import LossInputs, masked_sum
 from roll_core.config.algorithm.correction import Compared, CorrectionLevel, FilterConfig, WeightingConfig
 
 Correction = Callable[[LossInputs], tuple[LossInputs, dict[str, Tensor]]]
+"""Function from the inputs of a loss to corrected inputs and sums to report."""
 
 
 def correct(
     inputs: LossInputs, *, weighting: WeightingConfig | None, filters: tuple[FilterConfig, ...], veto_below: float | None
 ) -> tuple[LossInputs, dict[str, Tensor]]:
-    """Weights and masks for the mismatch, and sums of them to report. A sequence with a token whose ratio is below
-    `veto_below` is removed whole: the sampler did something the trainer finds all but impossible. Filters do not see each
-    other's work, so their order does not matter; what they removed does not count in the weights' means and products."""
+    """Apply weights and masks for the mismatch to the inputs; return these with sums to report.
+
+    A sequence with a token whose ratio is below `veto_below` is removed whole: the trainer finds that token all but
+    impossible. Filters do not see each other's removals, so their order does not matter. Removed tokens do not count in the
+    means and products of weights.
+    """
     mask_N = inputs.mask_N
     for each in filters:
         mask_N = mask_N * is_kept(inputs, each).to(mask_N.dtype)
@@ -45,7 +50,8 @@ def correct(
 
 
 def importance_ratio(inputs: LossInputs, level: CorrectionLevel) -> Tensor:
-    """w for each token, of what it shares its ratio with. Tokens removed earlier do not count in means and products."""
+    """Importance ratio w of each token, or the one it shares with its turn or sequence. Tokens removed earlier do not count
+    in means and products."""
     return _shared_log_ratio(inputs, level).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -65,7 +71,7 @@ def _shared_log_ratio(inputs: LossInputs, level: CorrectionLevel) -> Tensor:
 
 
 def probability_difference(inputs: LossInputs, level: CorrectionLevel) -> Tensor:
-    """anchor - sampler probability of each token, or its mean over what shares one ratio."""
+    """Anchor minus sampler probability of each token, or its mean over the tokens that share one ratio."""
     difference_N = (inputs.anchor_logprobs_N.exp() - inputs.sampler_logprobs_N.exp()).detach()
     match level:
         case CorrectionLevel.TOKEN:
@@ -78,6 +84,7 @@ def probability_difference(inputs: LossInputs, level: CorrectionLevel) -> Tensor
 
 
 def is_kept(inputs: LossInputs, each: FilterConfig) -> Tensor:
+    """True for tokens that a filter keeps: their ratio or probability difference is within its bounds."""
     compared = importance_ratio if each.compared is Compared.RATIO else probability_difference
     values_N = compared(inputs, each.level)
     lower, upper = each.bounds
@@ -85,7 +92,7 @@ def is_kept(inputs: LossInputs, each: FilterConfig) -> Tensor:
 
 
 def is_not_vetoed(inputs: LossInputs, veto_below: float) -> Tensor:
-    """False for every token of a sequence that holds a catastrophic one."""
+    """False for every token of a sequence that has a token with a ratio below `veto_below`."""
     ratio_N = torch.where(inputs.mask_N.bool(), _log_ratio(inputs).exp(), torch.ones_like(inputs.mask_N))
     return (min_by(ratio_N, inputs.sequence_N, inputs.num_sequences) >= veto_below)[inputs.sequence_N]
 
@@ -94,7 +101,7 @@ WEIGHT, WEIGHT_SQUARED = "correction/weight", "correction/weight_squared"
 
 
 def with_effective_sample_size(metrics: dict[str, float]) -> dict[str, float]:
-    """Adds mean(w)^2 / mean(w^2): the share of the batch that counts once weights are applied (Kish 1965)."""
+    """Add mean(w)^2 / mean(w^2) to the metrics: the share of the batch that counts once weights are applied (Kish 1965)."""
     if not metrics.get(WEIGHT_SQUARED):
         return metrics
     return metrics | {"correction/effective_sample_size": metrics[WEIGHT] ** 2 / metrics[WEIGHT_SQUARED]}

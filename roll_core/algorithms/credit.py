@@ -1,6 +1,6 @@
-"""From graded trajectories to credit: rewards are shaped, domain by domain if asked, and become advantages; masks and
-weights say who is trained on. Pure: what changes from iteration to iteration comes in as a state and goes out as the next
-one."""
+"""Credit assignment for graded trajectories: rewards are shaped, domain by domain if configured, and become advantages;
+masks and weights say which trajectories are trained on, and how much each counts. Pure: the state that changes between
+iterations is an argument, and the next state is returned."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,22 +28,22 @@ from roll_core.types.refs import Record
 
 
 class CreditState(Record):
-    """What credit remembers between iterations; part of every checkpoint.
+    """State of credit assignment between iterations; part of every checkpoint.
 
     Example: CreditState(moments={"sort": Moments(count=512.0, mean=0.4, squares=90.1)}, kl_coefficients={"": 0.0012})
     """
 
     moments: dict[str, Moments] = Field(default_factory=dict)
-    """Rewards seen so far, with their overlong penalties, by domain."""
+    """Moments of the rewards seen so far, with their overlong penalties, by domain."""
     kl_coefficients: dict[str, float] = Field(default_factory=dict)
-    """Weight of the KL in the reward where it adapts, by domain; "" is that of all domains without a section of their
+    """Weight of the KL in the reward where it adapts, by domain; "" is the weight for all domains without a section of their
     own."""
 
 
 @dataclass(frozen=True)
 class CreditInputs:
-    """`outcomes` holds the rewards as graded. `divergences_N` is the full-vocabulary KL to the reference, where asked
-    for."""
+    """Inputs of credit assignment. `outcomes` holds the rewards as graded. `divergences_N` is the full-vocabulary KL to the
+    reference, if the algorithm needs it."""
 
     outcomes: AdvantageInputs
     correct_S: Tensor
@@ -53,18 +53,18 @@ class CreditInputs:
     reference_logprobs_N: Tensor | None = None
     divergences_N: Tensor | None = None
     greedy_lengths_S: Tensor | None = None
-    """Tokens of the greedy completion to the same problem."""
+    """Number of tokens of the greedy completion to the same problem."""
 
 
 @dataclass(frozen=True)
 class CreditRecipe:
-    """How credit is assigned: what a config says, with the functions it names."""
+    """Settings and functions of credit assignment, as an algorithm's config names them."""
 
     advantage: AdvantageFn
     shaping: ShapingConfig
     domains: dict[str, ShapingConfig]
     kl_estimators: dict[str, KlEstimatorFn]
-    """By the name of a section: "" and the domains."""
+    """Estimators of the KL in the reward, by section: "" and the domains."""
     max_new_tokens: int
     whiten_advantages: bool
     advantage_clip: float | None
@@ -72,8 +72,9 @@ class CreditRecipe:
 
 @dataclass(frozen=True)
 class Credit:
-    """`kept_S` is false for trajectories that are not trained on, `weights_S` has a mean of 1 over the others (0 if they all
-    weigh nothing). `returns_N` is what the critic is to predict, before advantages are whitened and clipped."""
+    """Result of credit assignment. `kept_S` is false for trajectories that are not trained on. `weights_S` has a mean of 1
+    over the others (0 if they all weigh nothing). `returns_N` is what the critic is to predict, before advantages are
+    whitened and clipped."""
 
     advantages_N: Tensor
     returns_N: Tensor | None
@@ -83,7 +84,7 @@ class Credit:
 
 
 def assign_credit(inputs: CreditInputs, recipe: CreditRecipe, state: CreditState) -> tuple[Credit, CreditState]:
-    """Credit for a whole iteration, and the state after it."""
+    """Assign credit for a whole iteration; return it with the state after it."""
     sections = _sections(inputs, recipe)
     inputs = _charged_for_length(inputs, sections, recipe.max_new_tokens)
     shaped = _shape(inputs, sections, recipe, _with_rewards(inputs, recipe, state))
@@ -108,7 +109,8 @@ def assign_credit(inputs: CreditInputs, recipe: CreditRecipe, state: CreditState
 
 @dataclass(frozen=True)
 class _Section:
-    """Settings that apply to some trajectories of this batch: those of a domain, or ("") of all without their own."""
+    """Shaping settings and the trajectories of this batch that they apply to: those of a domain, or (name "") those of all
+    domains without settings of their own."""
 
     name: str
     config: ShapingConfig
@@ -128,7 +130,7 @@ def _sections(inputs: CreditInputs, recipe: CreditRecipe) -> list[_Section]:
 
 
 def _charged_for_length(inputs: CreditInputs, sections: list[_Section], max_new_tokens: int) -> CreditInputs:
-    """Rewards less the penalty for overlong completions; a greedy baseline pays for its own length."""
+    """Add the penalty for overlong completions to the rewards; a greedy baseline is charged for its own length."""
     rewards_S, greedy_S = inputs.outcomes.rewards_S, inputs.outcomes.greedy_rewards_S
     for section in sections:
         if section.config.overlong is None:
@@ -147,7 +149,7 @@ def _length_charge(lengths_S: Tensor, *, config: OverlongConfig, max_new_tokens:
 
 
 def _with_rewards(inputs: CreditInputs, recipe: CreditRecipe, state: CreditState) -> CreditState:
-    """The state with this batch's rewards in its moments, if any section normalises by them."""
+    """Add this batch's rewards to the state's moments, if any section normalises by them."""
     sections = [s for s in (recipe.shaping, *recipe.domains.values()) if isinstance(s, NormalizingConfig) and s.normalize]
     if not any(StatisticsFrom.RUNNING in (s.normalize.mean, s.normalize.std) for s in sections if s.normalize):
         return state
@@ -167,7 +169,7 @@ class _Shaped:
 
 
 def _shape(inputs: CreditInputs, sections: list[_Section], recipe: CreditRecipe, state: CreditState) -> _Shaped:
-    """Each section's settings, for the trajectories of that section; group and batch statistics are those of the batch."""
+    """Apply each section's settings to its trajectories; group and batch statistics are those of the whole batch."""
     outcomes = inputs.outcomes
     rewards_S, kept_S, greedy_S = outcomes.rewards_S, torch.ones_like(outcomes.truncated_S), outcomes.greedy_rewards_S
     scale_S, weights_S = torch.ones_like(rewards_S), torch.ones_like(rewards_S)
@@ -213,7 +215,7 @@ def _shape(inputs: CreditInputs, sections: list[_Section], recipe: CreditRecipe,
 
 
 def _normalized_rewards(inputs: CreditInputs, section: ShapingConfig, state: CreditState) -> tuple[Tensor, Tensor]:
-    """Rewards, and what the part of them that is paid turn by turn must be multiplied by to stay a part of them."""
+    """Normalised rewards, and the factors by which turn rewards must be multiplied to stay a part of them."""
     rewards_S = inputs.outcomes.rewards_S
     if not isinstance(section, NormalizingConfig) or section.normalize is None:
         return rewards_S, torch.ones_like(rewards_S)

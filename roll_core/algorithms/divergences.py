@@ -8,33 +8,35 @@ import torch
 from torch import Tensor
 
 KlEstimatorFn = Callable[[Tensor, Tensor], Tensor]
-"""From logprobs of the policy and of another, of the same tokens, to a divergence for each."""
+"""Function from the logprobs of a policy and of another, for the same tokens, to a divergence per token."""
 
 MAX_LOG_RATIO = 10.0
-"""exp of more than this says only "far apart"; the bound keeps one token from drowning a batch."""
+"""Bound of |log ratio|. A ratio beyond exp of this says only "far apart"; the bound keeps one token from dominating a
+batch."""
 
 
 def k1(policy_logprobs_N: Tensor, other_logprobs_N: Tensor) -> Tensor:
-    """d: unbiased, may be negative. As a loss its expected gradient is zero: use it in rewards and advantages."""
+    """Estimate d: unbiased, may be negative. As a loss its expected gradient is zero: use it in rewards and advantages."""
     return policy_logprobs_N - other_logprobs_N
 
 
 def k2(policy_logprobs_N: Tensor, other_logprobs_N: Tensor) -> Tensor:
-    """d^2 / 2: biased, never negative; as a loss on fresh samples its expected gradient is exactly that of the KL."""
+    """Estimate d^2 / 2: biased, never negative; as a loss on fresh samples its expected gradient is exactly that of the
+    KL."""
     return (policy_logprobs_N - other_logprobs_N).square() / 2
 
 
 def k3(policy_logprobs_N: Tensor, other_logprobs_N: Tensor) -> Tensor:
-    """exp(-d) + d - 1: unbiased, never negative, low variance."""
+    """Estimate exp(-d) + d - 1: unbiased, never negative, low variance."""
     log_ratio_N = (policy_logprobs_N - other_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.exp(-log_ratio_N) + log_ratio_N - 1
 
 
 def absolute(policy_logprobs_N: Tensor, other_logprobs_N: Tensor) -> Tensor:
-    """|d|: how far apart, whichever way."""
+    """Distance |d|: how far apart, in either direction."""
     return (policy_logprobs_N - other_logprobs_N).abs()
 
 
 def full(policy_logprobs_NV: Tensor, other_logprobs_NV: Tensor) -> Tensor:
-    """The KL itself, summed over the vocabulary. The scorer computes it chunk by chunk; this is its definition."""
+    """Exact KL, summed over the vocabulary. The scorer computes it chunk by chunk; this is its definition."""
     return (policy_logprobs_NV.exp() * (policy_logprobs_NV - other_logprobs_NV)).sum(-1)

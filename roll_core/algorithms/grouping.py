@@ -6,62 +6,67 @@ from torch import Tensor
 
 
 def sum_by(values_X: Tensor, group_X: Tensor, num_groups: int) -> Tensor:
+    """Sum of each group (G)."""
     return values_X.new_zeros(num_groups).index_add(0, group_X, values_X)
 
 
 def count_by(group_X: Tensor, num_groups: int, like: Tensor) -> Tensor:
+    """Number of values of each group (G), in the dtype of `like`."""
     return sum_by(torch.ones_like(group_X, dtype=like.dtype), group_X, num_groups)
 
 
 def mean_by(values_X: Tensor, group_X: Tensor, num_groups: int) -> Tensor:
-    """Empty groups get 0."""
+    """Mean of each group (G); empty groups get 0."""
     return sum_by(values_X, group_X, num_groups) / count_by(group_X, num_groups, values_X).clamp(min=1)
 
 
 def masked_mean_by(values_X: Tensor, mask_X: Tensor, group_X: Tensor, num_groups: int) -> Tensor:
-    """Means over the unmasked values; a group without any gets 0."""
+    """Mean of each group's unmasked values (G); a group without any gets 0."""
     kept_X = torch.where(mask_X.bool(), values_X, torch.zeros_like(values_X))
     return sum_by(kept_X, group_X, num_groups) / sum_by(mask_X, group_X, num_groups).clamp(min=1)
 
 
 def max_by(values_X: Tensor, group_X: Tensor, num_groups: int) -> Tensor:
+    """Largest value of each group (G); empty groups get 0."""
     return values_X.new_zeros(num_groups).scatter_reduce(0, group_X, values_X, "amax", include_self=False)
 
 
 def min_by(values_X: Tensor, group_X: Tensor, num_groups: int) -> Tensor:
+    """Smallest value of each group (G); empty groups get 0."""
     return values_X.new_zeros(num_groups).scatter_reduce(0, group_X, values_X, "amin", include_self=False)
 
 
 def centred_by(values_X: Tensor, group_X: Tensor, num_groups: int) -> Tensor:
-    """Each value minus the mean of its group; exactly zero where a group's values are all equal."""
+    """Value minus the mean of its group (X); exactly zero where a group's values are all equal."""
     centred_X = values_X - mean_by(values_X, group_X, num_groups)[group_X]
-    # A mean of equal numbers may differ from them by rounding; an uninformative group must not pull the policy at all.
+    # A mean of equal numbers may differ from them by rounding; an uninformative group must have no gradient at all.
     spread_G = max_by(values_X, group_X, num_groups) - min_by(values_X, group_X, num_groups)
     return torch.where(spread_G[group_X] == 0, torch.zeros_like(centred_X), centred_X)
 
 
 def std_by(values_X: Tensor, group_X: Tensor, num_groups: int) -> Tensor:
-    """Unbiased standard deviations; a group of one gets 0."""
+    """Unbiased standard deviation of each group (G); a group of one gets 0."""
     squares_G = sum_by(centred_by(values_X, group_X, num_groups).square(), group_X, num_groups)
     return (squares_G / (count_by(group_X, num_groups, values_X) - 1).clamp(min=1)).sqrt()
 
 
 def number_pairs(first_X: Tensor, second_X: Tensor) -> tuple[Tensor, int]:
-    """One number for each distinct pair: groups within groups."""
+    """Number each distinct pair, which makes groups within groups; return the numbers (X) and how many there are."""
     pairs_G2, number_X = torch.unique(torch.stack([first_X, second_X], dim=1), dim=0, return_inverse=True)
     return number_X, len(pairs_G2)
 
 
 def last_of(group_X: Tensor, num_groups: int) -> Tensor:
-    """The place of the last value of every group (G)."""
+    """Index of the last value of every group (G)."""
     places_X = torch.arange(len(group_X), device=group_X.device)
     return places_X.new_zeros(num_groups).scatter_reduce(0, group_X, places_X, "amax", include_self=False)
 
 
 def discounted_sums(values_X: Tensor, group_X: Tensor, num_groups: int, discount: float) -> Tensor:
-    """From each value to the end of its group: v_x + discount * v_{x+1} + ... Groups lie end to end, in order of number.
+    """Discounted sum from each value to the end of its group: v_x + discount * v_{x+1} + ... Groups are stored end to end,
+    in order of their numbers.
 
-    Loops over the longest group's length, on vectors of one value per group.
+    The loop runs over the longest group's length, on vectors of one value per group.
     """
     if not len(values_X):
         return values_X

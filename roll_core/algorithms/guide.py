@@ -1,4 +1,4 @@
-"""`docs/algorithms.md`, written from the catalogue and the configs: `make docs`. A test holds the file to this."""
+"""Generator of `docs/algorithms.md` from the catalogue and the configs: `make docs`. A test compares the file with it."""
 
 import json
 
@@ -45,7 +45,7 @@ with a single step the policy is its own anchor until it moves.
 
 
 def guide() -> str:
-    """The whole document."""
+    """Text of the whole document."""
     parts = [HEAD, _overview(), *(_section(row) for row in TABLE), _shared(), _pairs()]
     return "\n".join(parts)
 
@@ -72,7 +72,7 @@ def _lines(formula: str) -> str:
 
 
 def _signals(row: CatalogEntry) -> str:
-    """Those of the defaults, with one optimizer step and with several."""
+    """Signals that the default config needs, with one optimizer step and with several."""
     config = row.config.model_validate({"kind": row.kind} | row.example_settings)
     always = sorted(config.credit_signals | config.loss_signals(1))
     later = sorted(config.loss_signals(2) - set(always))
@@ -80,7 +80,7 @@ def _signals(row: CatalogEntry) -> str:
 
 
 def _is_own(config: type[PolicyUpdate], name: str) -> bool:
-    """Declared by the variant, or with another default than all have."""
+    """True if the variant declares the field, or gives it another default than `PolicyUpdate`."""
     shared = PolicyUpdate.model_fields.get(name)
     return shared is None or shared.default != config.model_fields[name].default
 

@@ -1,7 +1,7 @@
-"""What advantages and losses are given, and what they answer.
+"""Inputs and outputs of advantages and losses.
 
 Shapes: S trajectories (in the loss: the sequences of a micro-batch), T turns of those trajectories, N trained tokens of
-those turns, all laid end to end in the same order. Neither padding nor observations exist here, so that no function can
+those turns, all stored end to end in the same order. Neither padding nor observations exist here, so that no function can
 forget to mask them. K teachers.
 """
 
@@ -14,10 +14,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """The graded trajectories of a whole iteration.
+    """Graded trajectories of a whole iteration.
 
-    `rewards_S` is what a trajectory earned in all (already shaped); `turn_rewards_T` is the part of it that was paid turn by
-    turn, `token_rewards_N` what is paid token by token on top (a KL penalty). `state_T` numbers what the policy saw before
+    `rewards_S` is the total reward of each trajectory, already shaped. `turn_rewards_T` is the part of it that was paid turn
+    by turn; `token_rewards_N` (a KL penalty) is paid token by token on top. `state_T` numbers what the policy saw before
     each turn; equal numbers mean the same state only inside one group. `final_values_S` is the value after the last token.
 
     Example (two groups of two, completions of 1, 2, 1 and 1 tokens, one turn each): rewards_S=[1., 0., 1., 1.],
@@ -40,7 +40,7 @@ class AdvantageInputs:
     sampler_logprobs_N: Tensor | None = None
     teacher_logprobs_KN: Tensor | None = None
     teacher_weights_KN: Tensor | None = None
-    """How much each teacher counts for each token; 0 where the problem is not its domain."""
+    """Weight of each teacher for each token; 0 where the problem is not of its domains."""
 
     @property
     def num_sequences(self) -> int:
@@ -53,9 +53,9 @@ class AdvantageInputs:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The trained tokens of one micro-batch. The global counts are those of the whole batch of the optimizer step.
+    """Trained tokens of one micro-batch. The global counts are those of the whole batch of the optimizer step.
 
-    `mask_N` is 1 for tokens that count and 0 for those a correction has removed; removed tokens have no gradient, but the
+    `mask_N` is 1 for tokens that count and 0 for tokens that a correction has removed; these have no gradient, but the
     global counts still include them, so that removing a token does not strengthen the others. `weights_N` multiplies the
     policy's objective, not the KL and entropy terms. `divergences_N` is the full-vocabulary KL to the reference, with
     gradient, where an algorithm asks for it.
@@ -77,12 +77,12 @@ class LossInputs:
     reference_logprobs_N: Tensor | None = None
     divergences_N: Tensor | None = None
     is_fresh_N: Tensor | None = None
-    """Whether each token was sampled by the weights in training; for measuring, not for the loss."""
+    """True for tokens sampled by the weights in training; for measuring, not for the loss."""
 
 
 @dataclass(frozen=True)
 class ValueInputs:
-    """What the critic's loss is given: its values now (with gradient), its values before the update, and what was earned."""
+    """Inputs of the critic's loss: its values now (with gradient), its values before the update, and the returns."""
 
     values_N: Tensor
     old_values_N: Tensor
@@ -93,9 +93,9 @@ class ValueInputs:
 
 @dataclass(frozen=True)
 class LossOutputs:
-    """`loss` summed over all micro-batches of all ranks is the loss of the batch.
+    """Loss of a micro-batch and sums to report. `loss` summed over all micro-batches of all ranks is the loss of the batch.
 
-    `metric_sums` are sums over this micro-batch's tokens; whoever reports divides by the number of tokens summed.
+    `metric_sums` are sums over this micro-batch's tokens; the backend divides them by the number of tokens summed.
     """
 
     loss: Tensor
@@ -104,7 +104,7 @@ class LossOutputs:
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """What an objective says of each token: its loss, and whether a bound changed it."""
+    """Objective of each token: its loss, and whether clipping changed it."""
 
     loss_N: Tensor
     clipped_N: Tensor
@@ -118,5 +118,5 @@ ValueLossFn = Callable[[ValueInputs], LossOutputs]
 
 
 def masked_sum(values_N: Tensor, mask_N: Tensor) -> Tensor:
-    """For metrics: a removed token contributes nothing, even where its value is not a number."""
+    """Sum values for metrics. A removed token contributes nothing, even where its value is not a number."""
     return torch.where(mask_N.bool(), values_N.detach().to(mask_N.dtype), torch.zeros_like(mask_N)).sum()

@@ -16,7 +16,7 @@ from roll_core.config.algorithm.policy_update import RatioLevel
 
 
 def policy_gradient(inputs: LossInputs) -> TokenLosses:
-    """-A log pi: REINFORCE, without any ratio."""
+    """REINFORCE: -A log pi, without any ratio."""
     return TokenLosses(-inputs.advantages_N * inputs.policy_logprobs_N, _nothing_clipped(inputs))
 
 
@@ -28,8 +28,8 @@ def clipped_ratio(
     dual_clip: float | None = None,
     level: RatioLevel = RatioLevel.TOKEN,
 ) -> TokenLosses:
-    """-min(r A, clip(r, 1 - low, 1 + high) A), and for A < 0 at most -dual_clip A: PPO (arXiv 1707.06347), dual clip (arXiv
-    1912.09729). With the geometric mean of a sequence's ratios: GSPO (arXiv 2507.18071); or of a turn's."""
+    """PPO (arXiv 1707.06347): -min(r A, clip(r, 1 - low, 1 + high) A); with dual clip (arXiv 1912.09729) at most -dual_clip
+    A for A < 0. With the geometric mean of a sequence's ratios: GSPO (arXiv 2507.18071); or of a turn's."""
     ratio_N = _log_ratio(inputs, level).exp()
     advantages_N = inputs.advantages_N
     clipped_ratio_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
@@ -44,15 +44,15 @@ def clipped_ratio(
 
 
 def truncated_importance_sampling(inputs: LossInputs, *, lower: float, upper: float) -> TokenLosses:
-    """-sg[clip(pi / sampler, lower, upper)] A log pi: TIS (IMPALA's truncation, arXiv 1802.01561)."""
+    """TIS (IMPALA's truncation, arXiv 1802.01561): -sg[clip(pi / sampler, lower, upper)] A log pi."""
     ratio_N = _sampler_ratio(inputs)
     weights_N = ratio_N.clamp(lower, upper)
     return TokenLosses(-weights_N * inputs.advantages_N * inputs.policy_logprobs_N, weights_N != ratio_N)
 
 
 def clipped_importance_sampling(inputs: LossInputs, *, clip_low: float, clip_high: float, mask_clipped: bool) -> TokenLosses:
-    """-sg[clip(r, 1 - low, 1 + high)] A log pi: CISPO (arXiv 2506.13585). The weight is clipped, no token loses its
-    gradient; `mask_clipped` removes those that PPO would have clipped."""
+    """CISPO (arXiv 2506.13585): -sg[clip(r, 1 - low, 1 + high)] A log pi. The weight is clipped, and no token loses its
+    gradient; `mask_clipped` removes the tokens that PPO would have clipped."""
     ratio_N = _log_ratio(inputs, RatioLevel.TOKEN).detach().exp()
     weights_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
     clipped_N = weights_N * inputs.advantages_N < ratio_N * inputs.advantages_N
@@ -76,8 +76,8 @@ def tapered_off_policy(
 
 
 def mirror_descent(inputs: LossInputs, *, temperature: float, level: RatioLevel) -> TokenLosses:
-    """-A log pi + temperature / 2 (log r)^2: Kimi k1.5 (arXiv 2501.12599). The square is of the whole sequence's log
-    ratio in the paper (its tokens then share it equally), of each token's with level TOKEN."""
+    """Mirror descent (Kimi k1.5, arXiv 2501.12599): -A log pi + temperature / 2 (log r)^2. In the paper the square is that
+    of the whole sequence's log ratio, which its tokens share equally; with level TOKEN it is that of each token's."""
     log_ratio_N = _unaveraged_log_ratio(inputs)
     if level is RatioLevel.TOKEN:
         penalty_N = log_ratio_N.square()
@@ -100,8 +100,8 @@ def policy_loss(
     kl_estimator: KlEstimatorFn = k3,
     entropy_coefficient: float = 0.0,
 ) -> LossOutputs:
-    """An objective with its weights, a KL penalty to the reference and an entropy bonus, reduced to the loss of the
-    batch."""
+    """Combine an objective and its weights with a KL penalty to the reference and an entropy bonus, and reduce them to the
+    loss of the batch."""
     sums: dict[str, Tensor] = {}
     if correction is not None:
         inputs, sums = correction(inputs)
@@ -125,7 +125,8 @@ def cross_entropy(inputs: LossInputs) -> LossOutputs:
 
 
 def _without_removed(inputs: LossInputs) -> LossInputs:
-    """Removed tokens hold zeros: a gradient of zero times a ratio that is infinite or not a number is not a number."""
+    """Zero the values of removed tokens. Otherwise a zero gradient times a ratio that is infinite or not a number would be
+    not a number."""
 
     def blank(values_N: Tensor) -> Tensor:
         return torch.where(inputs.mask_N.bool(), values_N, torch.zeros_like(values_N))
@@ -154,7 +155,7 @@ def _metric_sums(inputs: LossInputs, tokens: TokenLosses) -> dict[str, Tensor]:
     return {
         "update/clip_fraction": masked_sum(tokens.clipped_N, mask_N),
         "update/entropy": masked_sum(inputs.entropies_N, mask_N),
-        # From the sampler's side, whose tokens these are: there k3 is unbiased.
+        # KL(anchor or sampler || policy): the tokens are the sampler's, so that k3 is unbiased in this direction.
         "update/kl_to_anchor": masked_sum(k3(inputs.anchor_logprobs_N, policy_N), mask_N),
         "update/kl_to_sampler": masked_sum(k3(inputs.sampler_logprobs_N, policy_N), mask_N),
     }

@@ -1,4 +1,5 @@
-"""Which trajectories are trained on, and how much each counts. True (or 1) keeps. Shapes as in `inputs.py`."""
+"""Masks and weights of trajectories: which are trained on, and how much each counts. True (or 1) keeps. Shapes as in
+`inputs.py`."""
 
 import torch
 from torch import Tensor
@@ -7,7 +8,7 @@ from roll_core.algorithms.grouping import mean_by
 
 
 def is_whole(truncated_S: Tensor) -> Tensor:
-    """False for completions that were cut off: their reward says nothing of what they would have become."""
+    """False for completions that were cut off: their reward does not say what they would have become."""
     return ~truncated_S
 
 
@@ -23,19 +24,21 @@ def is_not_long_and_wrong(correct_S: Tensor, lengths_S: Tensor, *, max_tokens: i
 
 
 def difficulty_weights(correct_S: Tensor, group_S: Tensor, *, easiest: float, hardest: float) -> Tensor:
-    """From `easiest` for groups that are always right to `hardest` for those never right, linear between."""
+    """Weight by difficulty: `easiest` for groups that are always right, `hardest` for groups that are never right, linear
+    between."""
     return easiest + (hardest - easiest) * (1 - _group_accuracy(correct_S, group_S))
 
 
 def length_weights(lengths_S: Tensor, *, shortest: float, longest: float) -> Tensor:
-    """From `shortest` for the shortest completion of the batch to `longest` for the longest, linear between."""
+    """Weight by length: `shortest` for the shortest completion of the batch, `longest` for the longest, linear between."""
     lengths_S = lengths_S.double()
     low, high = lengths_S.min(), lengths_S.max()
     return shortest + (longest - shortest) * (lengths_S - low) / (high - low).clamp(min=1.0)
 
 
 def rescaled_to_mean_one(weights_S: Tensor) -> Tensor:
-    """So that weights say who counts more, not how large a step is. Where all are 0 they stay 0: nobody counts."""
+    """Weights rescaled to a mean of 1, so that they change relative importance and not the size of a step. All-zero weights
+    stay 0."""
     return weights_S / weights_S.mean() if bool(weights_S.any()) else weights_S
 
 

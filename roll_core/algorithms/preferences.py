@@ -10,7 +10,8 @@ from torch.nn.functional import logsigmoid
 
 @dataclass(frozen=True)
 class PreferenceInputs:
-    """`global_pairs` is the number of pairs in the whole batch of the optimizer step."""
+    """Logprobs of the chosen and the rejected completion of each pair, by the policy and by the reference. `global_pairs` is
+    the number of pairs in the whole batch of the optimizer step."""
 
     chosen_logprobs_P: Tensor
     rejected_logprobs_P: Tensor
@@ -28,12 +29,12 @@ def direct_preference(inputs: PreferenceInputs, *, beta: float, label_smoothing:
 
 
 def identity_preference(inputs: PreferenceInputs, *, beta: float) -> Tensor:
-    """IPO (arXiv 2310.12036): (h - 1 / (2 beta))^2; the margin is led to a value, not to infinity."""
+    """IPO (arXiv 2310.12036): (h - 1 / (2 beta))^2; the margin tends to a finite value, not to infinity."""
     return (_margin(inputs) - 1 / (2 * beta)).square().sum() / inputs.global_pairs
 
 
 def preference_accuracy(inputs: PreferenceInputs) -> Tensor:
-    """Number of pairs of which the policy prefers the chosen one more than the reference does."""
+    """Number of pairs for which the policy prefers the chosen completion more than the reference does."""
     return (_margin(inputs) > 0).to(torch.get_default_dtype()).sum()
 
 

@@ -1,5 +1,5 @@
-"""From token losses to one number, over global denominators, so that no way of cutting a batch changes the sum. A token
-whose mask is 0 contributes neither value nor gradient, in every mode."""
+"""Reductions of token losses to one number, over global denominators, so that no way of splitting a batch changes the sum. A
+token whose mask is 0 contributes neither value nor gradient, in every mode."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from roll_core.algorithms.inputs import LossInputs
 
 
 def token_mean(values_N: Tensor, inputs: LossInputs) -> Tensor:
-    """Every token of the batch weighs the same (DAPO, arXiv 2503.14476)."""
+    """Mean over all tokens of the batch; every token weighs the same (DAPO, arXiv 2503.14476)."""
     return _kept(values_N, inputs).sum() / inputs.global_tokens
 
 
@@ -26,7 +26,7 @@ def sequence_mean_token_mean(values_N: Tensor, inputs: LossInputs) -> Tensor:
 
 
 def fixed_length(values_N: Tensor, inputs: LossInputs, *, length: int) -> Tensor:
-    """Sum over each sequence's tokens over one length for all, mean over sequences (Dr.GRPO, arXiv 2503.20783)."""
+    """Sum over each sequence's tokens, divided by one length for all, mean over sequences (Dr.GRPO, arXiv 2503.20783)."""
     return _kept(values_N, inputs).sum() / (inputs.global_sequences * length)
 
 

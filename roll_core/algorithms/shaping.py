@@ -1,5 +1,5 @@
-"""Rewards before they become advantages: normalised, clipped, with penalties for length and for distance from the reference.
-Shapes as in `inputs.py`; D domains."""
+"""Shaping of rewards before they become advantages: normalisation, and penalties for length and for distance from the
+reference. Shapes as in `inputs.py`; D domains."""
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class Moments(Record):
         return (self.squares / max(self.count - 1, 1.0)) ** 0.5
 
     def with_values(self, values_S: Tensor) -> "Moments":
-        """Chan's parallel update: the same whatever batches the values came in."""
+        """Moments after these values, by Chan's parallel update: the same however the values were batched."""
         added = len(values_S)
         if not added:
             return self
@@ -44,7 +44,8 @@ def normalized(
     domain_S: Tensor,
     moments_D: list[Moments],
 ) -> Tensor:
-    """(reward - mean) / (std + epsilon), the two chosen independently. `moments_D` already hold this batch."""
+    """Normalised rewards (reward - mean) / (std + epsilon); mean and std are chosen independently. `moments_D` already
+    include this batch."""
     centred_S = _centred(rewards_S, mean_from, group_S, domain_S, moments_D)
     return centred_S / divisors(rewards_S, std_from=std_from, group_S=group_S, domain_S=domain_S, moments_D=moments_D)
 
@@ -52,7 +53,7 @@ def normalized(
 def divisors(
     rewards_S: Tensor, *, std_from: StatisticsFrom, group_S: Tensor, domain_S: Tensor, moments_D: list[Moments]
 ) -> Tensor:
-    """What `normalized` divides by: std + epsilon; 1 where the spread is kept, and where there is none to divide by."""
+    """Divisors of `normalized`: std + epsilon; 1 where the spread is kept, and where it is zero."""
     if std_from is StatisticsFrom.NONE:
         return torch.ones_like(rewards_S)
     std_S = _std(rewards_S, std_from, group_S, domain_S, moments_D)
@@ -69,8 +70,8 @@ def overlong_penalty(lengths_S: Tensor, *, max_tokens: int, buffer_tokens: int) 
 def adapted_coefficient(
     coefficient: float, *, measured: float, target: float, num_samples: int, horizon: float, max_error: float
 ) -> float:
-    """Ziegler et al. (arXiv 1909.08593): up when the KL is above its target, down when below, by at most `max_error` of
-    itself every `horizon` samples."""
+    """Next KL coefficient (Ziegler et al., arXiv 1909.08593): raised when the KL is above its target, lowered when below, by
+    at most `max_error` of itself every `horizon` samples."""
     error = min(max(measured / target - 1, -max_error), max_error)
     # A batch larger than the horizon must not push the weight below zero.
     return coefficient * (1 + error * min(num_samples / horizon, 1.0))

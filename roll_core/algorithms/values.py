@@ -1,4 +1,4 @@
-"""The critic's loss."""
+"""Loss of the critic."""
 
 import torch
 from torch import Tensor
@@ -7,8 +7,9 @@ from roll_core.algorithms.inputs import LossOutputs, ValueInputs, masked_sum
 
 
 def clipped_value_loss(inputs: ValueInputs, *, value_clip: float | None) -> LossOutputs:
-    """Half the squared error to the returns, the larger of that of the value and of the value kept within `value_clip` of
-    what it was before the update (PPO's reference implementation); null does not clip. Mean over tokens."""
+    """Half the squared error to the returns, mean over tokens. With `value_clip` it is the larger of two errors: that of the
+    value, and that of the value clamped to within `value_clip` of its value before the update (PPO's reference
+    implementation)."""
     error_N = _squared_error(inputs.values_N, inputs)
     worst_N = error_N
     if value_clip is not None:

@@ -1,1 +1,1 @@
-"""Trajectories to samples to balanced, packed micro-batches."""
+"""Batching: trajectories become samples, and samples packed micro-batches that are balanced over ranks."""

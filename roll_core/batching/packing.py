@@ -1,7 +1,7 @@
-"""Which sample goes into which row of which micro-batch of which rank. Pure integers: no tensors here.
+"""Packing plan: which sample goes into which row of which micro-batch of which rank. Pure integers: no tensors here.
 
-A unit is one sequence, or several that share a prompt, which is then computed once. Rows hold several units end to end
-(attention never crosses from one to the next). Every rank gets the same number of micro-batches, as collectives require,
+A unit is one sequence, or several that share a prompt, which is then computed once. Rows hold several units end to end;
+attention never crosses from one unit to the next. Every rank gets the same number of micro-batches, as collectives require,
 and about the same number of tokens.
 """
 
@@ -13,44 +13,47 @@ from itertools import pairwise
 from roll_core.config.training.training import Packing
 
 Unit = tuple[int, ...]
-"""Indices of the samples that share a prompt; a single one when prompts are not shared."""
+"""Indices of the samples that share a prompt; a single index when prompts are not shared."""
 PackedRow = tuple[int, ...]
 """Indices of the units in one row."""
 MicroBatchPlan = tuple[PackedRow, ...]
+"""Rows of one micro-batch."""
 
 
 @dataclass(frozen=True)
 class PackingLimits:
-    """`row_tokens=None`: rows as long as the longest sequence."""
+    """Limits of packing, in tokens. `row_tokens=None`: rows as long as the longest sequence."""
 
     micro_batch_tokens: int
     row_tokens: int | None
     packing: Packing
     width_multiple: int = 1
-    """Rows are filled up to a multiple of so many tokens: compiled layers are compiled again for widths of another kind."""
+    """Row widths are padded to a multiple of this many tokens. Compiled layers need it, since they recompile for some other
+    widths; so do Megatron ranks, which split rows."""
 
 
 def plan_units(prompts: Sequence[Hashable], lengths: list[tuple[int, int]], row_tokens: int) -> list[Unit]:
-    """Samples with the same prompt together, as many as fit in a row. `lengths` are (prompt, rest) of each sample.
+    """Group samples with the same prompt, as many as fit in a row. `lengths` are the (prompt, rest) tokens of each sample.
 
     Example: plan_units(["a", "a", "b"], [(2, 3), (2, 4), (5, 1)], 9) == [(0, 1), (2,)]
     """
     units: list[list[int]] = []
-    room: list[int] = []
+    space: list[int] = []
     open_unit: dict[Hashable, int] = {}
     for index, (prompt, (prompt_tokens, rest_tokens)) in enumerate(zip(prompts, lengths, strict=True)):
         unit = open_unit.get(prompt)
-        if unit is None or room[unit] < rest_tokens:
+        if unit is None or space[unit] < rest_tokens:
             unit = open_unit[prompt] = len(units)
             units.append([])
-            room.append(row_tokens - prompt_tokens)
+            space.append(row_tokens - prompt_tokens)
         units[unit].append(index)
-        room[unit] -= rest_tokens
+        space[unit] -= rest_tokens
     return [tuple(unit) for unit in units]
 
 
 def plan_ranks(lengths: list[int], num_ranks: int, limits: PackingLimits) -> list[list[MicroBatchPlan]]:
-    """Micro-batches for each rank, from the lengths of units; blank ones (no rows) fill up ranks that would have fewer.
+    """Plan the micro-batches of each rank from the lengths of units. Blank micro-batches (no rows) fill up ranks that would
+    have fewer.
 
     Example: plan_ranks([5, 3, 2], 1, PackingLimits(100, 5, Packing.ROWS)) == [[((0,), (1, 2))]]
     """
@@ -66,23 +69,24 @@ def plan_ranks(lengths: list[int], num_ranks: int, limits: PackingLimits) -> lis
 
 
 def pack_rows(lengths: list[int], row_tokens: int) -> list[PackedRow]:
-    """Best-fit decreasing: longest first, each into the fullest row with room for it. At most 11/9 of the fewest rows."""
+    """Pack by best-fit decreasing: longest first, each into the fullest row with space for it. At most 11/9 of the fewest
+    rows."""
     rows: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (room left, row), sorted
+    spaces: list[tuple[int, int]] = []  # (tokens left, row), sorted
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        place = bisect.bisect_left(rooms, (lengths[index], -1))
-        if place == len(rooms):
+        slot = bisect.bisect_left(spaces, (lengths[index], -1))
+        if slot == len(spaces):
             rows.append([])
-            room, row = row_tokens, len(rows) - 1
+            space, row = row_tokens, len(rows) - 1
         else:
-            room, row = rooms.pop(place)
+            space, row = spaces.pop(slot)
         rows[row].append(index)
-        bisect.insort(rooms, (room - lengths[index], row))
+        bisect.insort(spaces, (space - lengths[index], row))
     return [tuple(row) for row in rows]
 
 
 def _balance(rows: list[PackedRow], lengths: list[int], num_ranks: int) -> list[list[PackedRow]]:
-    """Longest processing time first: each row to the rank with the fewest tokens so far."""
+    """Balance rows by longest processing time first: each row to the rank with the fewest tokens so far."""
     shares: list[list[PackedRow]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     tokens = {row: sum(lengths[i] for i in row) for row in rows}
@@ -94,7 +98,7 @@ def _balance(rows: list[PackedRow], lengths: list[int], num_ranks: int) -> list[
 
 
 def _chunks(rows: list[PackedRow], size: int) -> list[MicroBatchPlan]:
-    """As few as can be, of at most this size, and of about the same."""
+    """Split rows into as few micro-batches of at most `size` rows as possible, all of about the same size."""
     count = -(-len(rows) // size)
     bounds = [len(rows) * chunk // max(1, count) for chunk in range(count + 1)]
     return [tuple(rows[start:end]) for start, end in pairwise(bounds)]

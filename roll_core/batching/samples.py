@@ -1,5 +1,5 @@
-"""Graded trajectories of an iteration as samples, and as what credit is assigned by. Failed trajectories are left out, and
-were counted. Shapes as in `roll_core.algorithms.inputs`."""
+"""Conversion of an iteration's graded trajectories into samples and the inputs of credit assignment. Failed trajectories are
+left out here; they were counted before. Shapes as in `roll_core.algorithms.inputs`."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -9,27 +9,29 @@ from torch import Tensor
 
 from roll_core.algorithms.credit import CreditInputs
 from roll_core.algorithms.inputs import AdvantageInputs
-from roll_core.types.routing import RoutedExperts, extended
+from roll_core.types.routing import RoutedExperts, merge_routing
 from roll_core.types.sample import Sample
 from roll_core.types.trajectory import GREEDY_ATTEMPT, Ending, Score, Trajectory, Turn
 
 
 @dataclass(frozen=True)
 class GradedBatch:
-    """The trainable trajectories of an iteration, one sample each, in the order they came."""
+    """Trainable trajectories of an iteration, one sample each, in the order they came."""
 
     samples: tuple[Sample, ...]
     groups: tuple[int, ...]
-    """The group of each."""
+    """Group of each sample."""
     credit: CreditInputs
     weights_version_N: Tensor
-    """The oldest weights behind each trained token: those its turn began with, whose cache it may have been sampled over."""
+    """Oldest weights version behind each trained token. It is the version its turn began with: later tokens may attend to
+    that version's KV cache."""
     num_without_baseline: int
-    """Trajectories left out because the greedy attempt at their problem failed."""
+    """Number of trajectories left out because the greedy attempt at their problem failed."""
 
 
 def build_batch(trajectories: Sequence[Trajectory]) -> GradedBatch:
-    """Greedy attempts become the baseline of their group; a group whose greedy attempt failed has none and is left out."""
+    """Build the batch of all graded trajectories. Greedy attempts become the baseline of their group; a group whose greedy
+    attempt failed is left out."""
     greedy = {t.group: (t, t.score) for t in trajectories if t.attempt == GREEDY_ATTEMPT and t.score is not None}
     has_greedy = any(t.attempt == GREEDY_ATTEMPT for t in trajectories)
     sampled = [(t, t.score) for t in trajectories if t.score is not None and t.attempt != GREEDY_ATTEMPT]
@@ -83,18 +85,18 @@ def _floats(numbers: Iterable[float]) -> Tensor:
 
 
 def _outcome(trajectory: Trajectory, score: Score) -> float:
-    """What a trajectory earned in all: its score, and what its turns were paid."""
+    """Total reward of a trajectory: its score plus the rewards of its turns."""
     return score.value + sum(turn.reward for turn in trajectory.turns)
 
 
 def _numbered(things: Iterable[Hashable]) -> Tensor:
-    """Equal things get equal numbers, in order of appearance."""
+    """Number things in order of appearance; equal things get equal numbers."""
     numbers: dict[Hashable, int] = {}
     return torch.tensor([numbers.setdefault(thing, len(numbers)) for thing in things], dtype=torch.long)
 
 
 def _states(trajectory: Trajectory) -> list[tuple[int, ...]]:
-    """What the policy was shown before each turn, since its last one."""
+    """Tokens that the policy was shown before each turn, since its last one."""
     seen = 0
     states: list[tuple[int, ...]] = []
     for turn in trajectory.turns:
@@ -111,10 +113,11 @@ def _as_sample(trajectory: Trajectory) -> Sample:
         observed = _new_tokens(turn, token_ids, trajectory.problem_id)
         token_ids += observed + turn.completion_ids
         trained += (False,) * len(observed) + (True,) * len(turn.completion_ids)
-        experts = extended(experts, turn.experts)
+        experts = merge_routing(experts, turn.experts)
     return Sample(token_ids, trained, experts)
 
 
 def _new_tokens(turn: Turn, so_far: tuple[int, ...], problem_id: str) -> tuple[int, ...]:
+    """Prompt tokens of a turn that are new since the turn before."""
     assert turn.prompt_ids[: len(so_far)] == so_far, f"a turn of {problem_id} does not continue the conversation before it"
     return turn.prompt_ids[len(so_far) :]

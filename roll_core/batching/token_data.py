@@ -1,4 +1,4 @@
-"""What a loss needs to know about trained tokens, for all samples of a batch end to end. Shapes: N trained tokens."""
+"""Data of trained tokens that losses need, for all samples of a batch end to end. Shapes: N trained tokens."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -9,8 +9,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenData:
-    """None: not asked for by the algorithm. `turn_N` numbers the turns of the whole batch. `is_fresh_N` is true for tokens
-    of turns that were sampled from their beginning by the weights in training, as these are before the first optimizer step.
+    """Data of trained tokens; a field that the algorithm does not need is None.
+
+    `turn_N` numbers the turns of the whole batch. `is_fresh_N` is true for tokens of turns that were sampled from their
+    beginning by the weights in training, as these are before the first optimizer step.
 
     Example (two samples, of two trained tokens and of one): sampler_logprobs_N=[-0.1, -0.2, -0.4], turn_N=[0, 0, 1],
     advantages_N=[0.5, 0.5, -0.5], weights_N=[1., 1., 1.], is_fresh_N=[True, True, False]
@@ -27,20 +29,21 @@ class TokenData:
     returns_N: Tensor | None = None
 
     def take(self, index_N: Tensor) -> "TokenData":
-        """The tokens at these places; turns are numbered anew, from 0."""
-        taken = self._each(lambda tensor: tensor[index_N])
+        """Select the tokens at these indices and number their turns anew, from 0."""
+        taken = self._map(lambda tensor: tensor[index_N])
         return replace(taken, turn_N=torch.unique(taken.turn_N, return_inverse=True)[1])
 
     def to(self, device: torch.device) -> "TokenData":
-        return self._each(lambda tensor: tensor.to(device))
+        """Copy with all tensors on the device."""
+        return self._map(lambda tensor: tensor.to(device))
 
-    def _each(self, change: Any) -> "TokenData":
+    def _map(self, change: Any) -> "TokenData":
         tensors: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: change(tensor) for name, tensor in tensors.items() if tensor is not None})
 
 
-def untaught(num_tokens: int) -> TokenData:
-    """Tokens of which nothing is known but that they are to be imitated or scored."""
+def blank_token_data(num_tokens: int) -> TokenData:
+    """Token data of zero logprobs and advantages, for tokens that are only imitated or scored."""
     return TokenData(
         sampler_logprobs_N=torch.zeros(num_tokens),
         turn_N=torch.zeros(num_tokens, dtype=torch.long),

@@ -1,1 +1,1 @@
-"""Strict, frozen description of a run. A key that is not declared here is an error; a default lives on its field."""
+"""Schema of run files and nightly files, and their loading. An undeclared key is an error; a default is on its field."""

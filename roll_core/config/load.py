@@ -1,6 +1,7 @@
-"""From YAML files and `a.b=value` overrides to a validated RunConfig, or to one sentence that says what to change.
+"""Loading of configs: YAML files and `a.b=value` overrides become a validated RunConfig, or one sentence that says what to
+change.
 
-`extends:` names files (relative to the one that says it) whose keys are taken first; later ones win over earlier.
+`extends:` names files, relative to the file that has it, whose keys are read first; later files override earlier ones.
 """
 
 import difflib
@@ -33,7 +34,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
 
 
 def load_nightly(path: str | Path) -> NightlyConfig:
-    """Read what is trained every night; its run files are named relative to it."""
+    """Read a nightly file and validate it; paths of its run files are relative to it and become absolute."""
     tree = _read_tree(Path(path), ())
     try:
         config = NightlyConfig.model_validate(tree)
@@ -44,8 +45,8 @@ def load_nightly(path: str | Path) -> NightlyConfig:
     return config.model_copy(update={"references": tuple(absolute)})
 
 
-def changed_config(config: RunConfig, overrides: Iterable[str], source: str) -> RunConfig:
-    """A config with `a.b=value` overrides applied in order."""
+def override_config(config: RunConfig, overrides: Iterable[str], source: str) -> RunConfig:
+    """Return a copy of a config with `a.b=value` overrides applied in order; `source` names it in errors."""
     tree = config.model_dump(mode="json")
     for override in overrides:
         _apply_override(tree, override)
@@ -53,7 +54,7 @@ def changed_config(config: RunConfig, overrides: Iterable[str], source: str) -> 
 
 
 def validate_config(tree: Tree, source: str) -> RunConfig:
-    """Validate a merged tree; paths become absolute so that every process of the run means the same place."""
+    """Validate a merged tree; paths become absolute, so that they are the same for every process of the run."""
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -62,6 +63,7 @@ def validate_config(tree: Tree, source: str) -> RunConfig:
 
 
 def _read_tree(path: Path, chain: tuple[Path, ...]) -> Tree:
+    """Read a file merged over the files it extends; `chain` holds the files that led here, to detect cycles."""
     path = path.resolve()
     if path in chain:
         raise UserError(f"extends: {path} extends itself through {' -> '.join(p.name for p in chain)}: remove one")
@@ -87,6 +89,7 @@ def _read_tree(path: Path, chain: tuple[Path, ...]) -> Tree:
 
 
 def _nearest_file(path: Path) -> str:
+    """Suggestion of a file with a similar name in the same folder; empty if there is none."""
     if not path.parent.is_dir():
         return ""
     near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()], n=1)
@@ -94,6 +97,7 @@ def _nearest_file(path: Path) -> str:
 
 
 def _merge(base: Tree, over: Tree) -> Tree:
+    """Return `base` overridden by `over`; sections in both are merged key by key."""
     merged = dict(base)
     for key, value in over.items():
         both_sections = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -102,6 +106,7 @@ def _merge(base: Tree, over: Tree) -> Tree:
 
 
 def _apply_override(tree: Tree, override: str) -> None:
+    """Set one `a.b=value` in a tree, in place; the value is read as YAML."""
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
@@ -121,7 +126,7 @@ def _apply_override(tree: Tree, override: str) -> None:
 
 
 def _number_or_text(text: str) -> float | str:
-    """YAML 1.1 reads 3e-4 as text; people mean the number."""
+    """Number if the text is one, else the text: YAML 1.1 reads 3e-4 as text, but a number is meant."""
     try:
         return float(text)
     except ValueError:
@@ -129,7 +134,7 @@ def _number_or_text(text: str) -> float | str:
 
 
 def _explain(error: ValidationError, root: type[BaseModel]) -> str:
-    """One sentence for the first thing that is wrong. A typo explains a missing key, so it goes first."""
+    """One sentence for the first error. Unknown keys come first, because a typo explains a missing key."""
     first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     rest = error.error_count() - 1
     more = f" (and {rest} more)" if rest else ""
@@ -152,7 +157,7 @@ def _explain(error: ValidationError, root: type[BaseModel]) -> str:
 
 
 def _locate(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[type[BaseModel], list[str]]:
-    """The section an error is in, and its key path without the union tags pydantic puts in between."""
+    """Section that an error is in, and its key path without the union tags that pydantic inserts."""
     section = root
     key: list[str] = []
     variants: dict[str, type[BaseModel]] = {}
@@ -162,21 +167,21 @@ def _locate(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[type[Bas
             section, variants = variants[str(part)], {}
             continue
         key.append(str(part))
-        if names_a_member:  # the number or key of one of several sections
+        if names_a_member:  # this part is the index or the name of one section among several
             names_a_member = False
             continue
         field = section.model_fields.get(str(part))
         if field is None:
             continue
-        members, names_a_member = _sections_of(field.annotation)
+        members, names_a_member = sections_of(field.annotation)
         if len(members) == 1:
             section = members[0]
         variants = {m.model_fields["kind"].default: m for m in members if "kind" in m.model_fields}
     return section, key
 
 
-def _sections_of(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
-    """The sections a field may hold, and whether it holds several of them, in a list or by name."""
+def sections_of(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
+    """Section classes that a field may hold, and True if it holds several sections, in a list or by name."""
     several = False
     if typing.get_origin(annotation) in (tuple, list, dict, Mapping):
         several = True
@@ -189,7 +194,7 @@ def _sections_of(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
 
 
 def _suggestion(section: type[BaseModel], wrong: str) -> str:
-    """The nearest key, and all of them where none is near or where another variant may have been meant."""
+    """Suggestion of the nearest key. All keys are listed if none is near, or if another variant may be meant."""
     names = list(section.model_fields)
     near = difflib.get_close_matches(wrong, names, n=1, cutoff=0.5)
     guess = f"; did you mean '{near[0]}'?" if near else ""
@@ -199,6 +204,7 @@ def _suggestion(section: type[BaseModel], wrong: str) -> str:
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Return a copy whose local paths are absolute."""
     store = config.store.model_copy(update={"uri": absolute_uri(config.store.uri)})
     tracking = config.tracking.model_copy(update={"uri": absolute_sqlite_uri(config.tracking.uri)})
     work_dir = str(Path(config.work_dir).absolute())
@@ -230,7 +236,7 @@ def _with_absolute_path(teacher: TeacherConfig) -> TeacherConfig:
 
 
 def absolute_uri(uri: str) -> str:
-    """A store address that means the same from every working directory: 'roll-data/store' -> 'file:///.../roll-data/store'."""
+    """Store address with an absolute path: 'roll-data/store' -> 'file:///home/me/roll-data/store'; s3:// is unchanged."""
     protocol, separator, path = uri.partition("://")
     if separator and protocol != "file":
         return uri
@@ -238,6 +244,6 @@ def absolute_uri(uri: str) -> str:
 
 
 def absolute_sqlite_uri(uri: str) -> str:
-    """A tracking address that means the same from every working directory; only a SQLite file can be relative."""
+    """Tracking address with an absolute path, if it is a SQLite file; other addresses are unchanged."""
     sqlite = "sqlite:///"
     return sqlite + str(Path(uri.removeprefix(sqlite)).absolute()) if uri.startswith(sqlite) else uri

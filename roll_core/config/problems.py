@@ -1,4 +1,4 @@
-"""Problem sources."""
+"""Config of problem sources: generated puzzles, files, and Reasoning Gym."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -6,13 +6,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, field_validator
 
-from roll_core.config.base import Section
+from roll_core.config.base import Section, Unit
 
 
 class Puzzle(StrEnum):
+    """Digit puzzles that a very small model can learn."""
+
     ADD = "add"
+    """Add two numbers: 17+25= has the answer 042."""
     SORT = "sort"
+    """Sort digits: 40213> has the answer 01234."""
     REVERSE = "reverse"
+    """Reverse digits: 40213< has the answer 31204."""
 
 
 class ArithmeticProblems(Section):
@@ -20,73 +25,79 @@ class ArithmeticProblems(Section):
 
     kind: Literal["arithmetic"] = "arithmetic"
     puzzle: Puzzle = Puzzle.SORT
-    digits: PositiveInt = 5
-    """Digits per number (add), or digits to sort or reverse."""
+    """Puzzle to solve."""
+    digits: Annotated[PositiveInt, Unit("digits")] = 5
+    """Digits per number (add), or digits to sort or reverse. More digits are harder."""
     demonstration_noise: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Share of warm-start demonstrations whose answer is well formed but wrong; 1 teaches the format alone."""
+    """Share of warm-start demonstrations whose answer is well formed but wrong; 1 teaches the format alone. Only with
+    `warm_start`."""
 
 
 PROMPT = "{prompt}"
-"""Where a template has the problem's own text."""
+"""Placeholder in a template for the problem's own text."""
 
 
 class PromptTemplate(Section):
-    """The words around every problem of a source."""
+    """Text around every problem of a source."""
 
     system: str | None = None
-    """A system message before the problem; null leaves that to the model's chat template."""
+    """System message before the problem; null leaves it to the model's chat template. Must be null if problems bring a
+    system message of their own."""
     template: str = PROMPT
-    """The user's message; {prompt} stands for the problem's own text."""
+    """User message; {prompt} stands for the problem's own text."""
 
     @field_validator("template")
     @classmethod
-    def _holds_the_problem(cls, template: str) -> str:
+    def _check_template_has_placeholder(cls, template: str) -> str:
         if PROMPT not in template:
             raise ValueError(f"'{template}' must contain {PROMPT}, where the problem's own text goes")
         return template
 
 
 class Columns(Section):
-    """What a source of rows calls things. A dot goes into a nested value: reward_model.ground_truth."""
+    """Column names of a problem file. A dot reaches into a nested value: reward_model.ground_truth."""
 
     prompt: str = "prompt"
-    """Text, or a list of messages like {"role": "user", "content": "..."}."""
+    """Column with the prompt: text, or a list of messages like {"role": "user", "content": "..."}."""
     answer: str = "answer"
+    """Column with the expected answer."""
     domain: str | None = None
-    """Null takes 'domain' where rows have it, and the name of the file where they do not."""
+    """Column with the domain. Null takes the column 'domain' if rows have it, else the name of the file."""
 
 
 class AnswerRule(StrEnum):
-    """What of the answer column is the answer."""
+    """Rule that extracts the expected answer from the answer column."""
 
     WHOLE = "whole"
-    """All of it."""
+    """The whole text of the column."""
     AFTER_HASHES = "after_hashes"
-    """What follows the last ####, as in GSM8K: '3 + 4 = 7 #### 7' -> '7'."""
+    """Text after the last ####, as in GSM8K: '3 + 4 = 7 #### 7' -> '7'."""
     BOXED = "boxed"
-    """What the last \\boxed{...} holds, as in MATH."""
+    """Content of the last \\boxed{...}, as in MATH."""
 
 
 class FileProblems(PromptTemplate):
-    """Problems of two files: those to train on, in a seeded order that changes with each pass, and those to evaluate."""
+    """Problems in two files: one to train on, in a seeded order that changes with each pass, and one to evaluate on."""
 
     train: str
-    """Training problems."""
+    """Path of the training problems. A relative path starts at the working directory."""
     held_out: str
-    """Evaluation problems, used in the order of the file."""
+    """Path of the evaluation problems, used in file order. It must hold at least evaluation.num_problems."""
     columns: Columns = Columns()
+    """Column names of both files."""
     answer_rule: AnswerRule = AnswerRule.WHOLE
+    """Rule that extracts the expected answer from the answer column."""
 
 
 class JsonlProblems(FileProblems):
-    """One JSON object a line: {"prompt": "...", "answer": "...", "domain": "..."} (domain optional)."""
+    """JSON Lines files, one object a line: {"prompt": "...", "answer": "...", "domain": "..."} (domain optional)."""
 
     kind: Literal["jsonl"] = "jsonl"
 
 
 class DatasetProblems(FileProblems):
-    """Tables on disk. `train` and `held_out` each name a Parquet file, several by a pattern (train-*.parquet), a folder of
-    Parquet files, or a split that Hugging Face's `save_to_disk` wrote."""
+    """Tables on disk. `train` and `held_out` each name a Parquet file, several by a pattern (`train-*.parquet`), a folder of
+    Parquet files, or a split written by Hugging Face's `save_to_disk`."""
 
     kind: Literal["dataset"] = "dataset"
 
@@ -95,15 +106,16 @@ class GymTask(Section):
     """One generator of Reasoning Gym (github.com/open-thought/reasoning-gym)."""
 
     name: str
-    """As Reasoning Gym calls it: chain_sum, countdown, ...; also the domain of its problems."""
+    """Name of the generator in Reasoning Gym: chain_sum, countdown, ...; also the domain of its problems."""
     weight: PositiveFloat = 1.0
-    """How often it is drawn, relative to the other tasks."""
+    """Relative frequency of this task among all tasks."""
     params: Mapping[str, JsonValue] = {}
-    """Settings of the generator, such as {min_terms: 2}; what is not said stays at its default."""
+    """Settings of the generator, such as {min_terms: 2}; the others keep their defaults. `seed` and `size` are refused,
+    because problems come from the run's seed."""
 
     @field_validator("params")
     @classmethod
-    def _leaves_seeds_to_the_source(cls, params: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+    def _check_params_leave_seed_and_size(cls, params: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
         if taken := sorted(params.keys() & {"seed", "size"}):
             raise ValueError(f"'{taken[0]}' is not for the config to say, problems come from the run's seed: remove it")
         return params
@@ -114,6 +126,7 @@ class ReasoningGymProblems(PromptTemplate):
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     tasks: tuple[GymTask, ...] = Field(min_length=1)
+    """Generators to draw problems from; at least one."""
 
 
 ProblemsConfig = Annotated[

@@ -1,22 +1,23 @@
-"""Rewards: how completions are graded."""
+"""Config of rewards: how completions are graded."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from roll_core.config.base import Section
+from roll_core.config.base import Section, Unit
 
 
 class ExactMatch(Section):
-    """Right when the answer, stripped of white space, equals the expected one to the letter."""
+    """Text comparison: right if the answer, stripped of white space, equals the expected one to the letter."""
 
     kind: Literal["exact_match"] = "exact_match"
     partial_credit: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the reward given for the fraction of positions that are right; 0 pays only for right answers."""
+    """Share of the reward given for the fraction of positions that are right; 0 pays only for right answers. Raise it if a
+    model is too seldom right to learn."""
 
 
 class NumberMatch(Section):
-    """Right when the last number in the answer equals the expected number."""
+    """Number comparison: right if the last number in the answer equals the expected number."""
 
     kind: Literal["number_match"] = "number_match"
     tolerance: NonNegativeFloat = 0.0
@@ -24,26 +25,28 @@ class NumberMatch(Section):
 
 
 class SubprocessGrading(Section):
-    """Grading that may hang, in processes of its own beside the reward worker."""
+    """Grading in subprocesses of the reward worker, because a grader may hang or crash."""
 
     deadline_seconds: PositiveFloat = 5.0
-    """Longest time for one answer; then its process is replaced, and the trajectory counts as failed, not as wrong."""
-    processes: PositiveInt = 2
-    """Answers a reward worker grades at once."""
+    """Longest time to grade one answer, in seconds. Then the process is replaced, and the trajectory counts as failed, not
+    as wrong."""
+    processes: Annotated[PositiveInt, Unit("processes")] = 2
+    """Answers that a reward worker grades at once, each in its own process."""
 
 
 class MathVerify(SubprocessGrading):
-    """Right when the mathematical expression in the answer equals the expected one, as Math-Verify sees it: 1/2 is 0.5."""
+    """Mathematical equality by Math-Verify: right if the expression in the answer equals the expected one (1/2 is 0.5)."""
 
     kind: Literal["math_verify"] = "math_verify"
 
 
 class ReasoningGym(SubprocessGrading):
-    """What Reasoning Gym's own scorer of the task says, 0 to 1; right at 1. For problems of kind reasoning_gym."""
+    """Score of Reasoning Gym's own scorer of the task, 0 to 1; right at 1. Needs `problems.kind: reasoning_gym`."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     tag: str | None = "answer"
-    """Graded is what stands in the last <answer>...</answer>, or all of a completion without one; null always grades all."""
+    """Name of the XML tag around the answer. The text in the last `<answer>...</answer>` is graded, or the whole completion
+    if it has none. Null always grades the whole completion."""
 
 
 RewardConfig = Annotated[ExactMatch | NumberMatch | MathVerify | ReasoningGym, Field(discriminator="kind")]

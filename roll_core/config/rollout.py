@@ -1,44 +1,44 @@
-"""How trajectories are generated."""
+"""Config of rollouts: how many trajectories an iteration generates, how far ahead of training, and which are left out."""
 
 from enum import StrEnum
+from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from roll_core.config.base import Section
+from roll_core.config.base import Section, Unit
 
 
 class InFlightPolicy(StrEnum):
-    """What happens to attempts that are being generated when engines take over new weights."""
+    """Treatment of attempts in flight when engines adopt new weights."""
 
     FINISH = "finish"
-    """They finish with the old weights first; new ones wait for that."""
+    """Attempts in flight finish with the old weights; new attempts wait until then."""
     RESUME = "resume"
-    """The engine ends them now, with the tokens they have; they are resumed from there with the new weights."""
+    """Attempts in flight are interrupted, keep their tokens, and resume after them with the new weights."""
     CONTINUE = "continue"
-    """They go on at once with the new weights, over what the old ones left in the cache."""
+    """Attempts in flight continue at once with the new weights; the torch engine keeps the old weights' KV cache."""
 
 
 class GroupFilter(Section):
-    """Which groups are left out of training, judged by their rewards as soon as all are there (dynamic sampling).
+    """Dynamic sampling: which groups to leave out of training, judged by their rewards as soon as all are graded.
 
-    A group that is left out, or that nobody could grade, is replaced at once by the next problem.
+    A group that is left out, or that has no graded trajectory, is replaced at once by the next problem.
     """
 
     equal_rewards: bool = False
-    """Leave out groups whose rewards are all the same: they teach a method that compares within groups nothing."""
+    """Leave out groups whose rewards are all equal: a method that compares within groups learns nothing from them."""
     min_spread: PositiveFloat | None = None
-    """Leave out groups whose largest and smallest reward differ by less."""
+    """Smallest difference between a group's largest and smallest reward; groups below are left out. Null sets no limit."""
     min_mean: float | None = None
-    """Leave out groups with a lower mean reward: too hard."""
+    """Smallest mean reward of a group; groups below are too hard and are left out. Null sets no limit."""
     max_mean: float | None = None
-    """Leave out groups with a higher mean reward: too easy."""
+    """Largest mean reward of a group; groups above are too easy and are left out. Null sets no limit."""
     predicate: str | None = None
-    """A function of yours, as package.module:function: it is given the rewards of a group, in a list, and says whether to
-    train on it. Asked last, and only about groups that pass the rest. It must give the same answer again: it is asked
-    once more after a resume."""
+    """Your own function, as package.module:function. It gets a group's rewards as a list and returns True to train on it. It
+    is called last, and again after a resume, so it must be deterministic. Null calls none."""
 
     @model_validator(mode="after")
-    def _says_something(self):
+    def _check_filter_is_not_empty(self):
         if self == GroupFilter.model_construct():
             raise ValueError(
                 "it leaves nothing out: set equal_rewards, min_spread, min_mean, max_mean or predicate, or make it null"
@@ -49,44 +49,46 @@ class GroupFilter(Section):
 
 
 class RolloutConfig(Section):
-    num_groups: PositiveInt = 32
-    """Problems per iteration."""
-    group_size: PositiveInt = 8
-    """Trajectories per problem."""
+    """Generation of trajectories."""
+
+    num_groups: Annotated[PositiveInt, Unit("problems")] = 32
+    """Problems per iteration, each with one group of trajectories. Must be a multiple of training.optimizer_steps."""
+    group_size: Annotated[PositiveInt, Unit("trajectories")] = 8
+    """Trajectories per problem. At least 2 for methods that compare the trajectories of a group."""
     max_new_tokens: PositiveInt = 16
-    """Longest completion, in tokens."""
+    """Longest completion, in tokens. Must be below model.max_positions, which also holds the prompt."""
     temperature: NonNegativeFloat = 1.0
-    """Sampling temperature; training logprobs use the same. 0 is greedy, for evaluation only."""
-    slots_per_engine: PositiveInt = 512
-    """Sequences an engine decodes at once; a finished one is replaced from the queue at once."""
-    tokens_per_engine: PositiveInt | None = None
-    """Tokens that an engine's cache holds: it is given no more sequences than are expected to fit, going by how long they
-    became so far. Null leaves that to the slots."""
+    """Sampling temperature, also applied to training logprobs; must be above 0. Evaluation is always greedy."""
+    slots_per_engine: Annotated[PositiveInt, Unit("sequences")] = 512
+    """Sequences an engine decodes at once. A finished one is replaced from the queue at once. Lower it to save memory."""
+    tokens_per_engine: Annotated[PositiveInt | None, Unit("tokens")] = None
+    """Tokens that an engine's KV cache holds. An engine then gets only as many sequences as are expected to fit, judged by
+    the mean length so far. Null limits sequences by slots_per_engine alone."""
     filter: GroupFilter | None = None
-    """Groups to leave out and replace; null trains on all of them."""
-    max_draws: float = Field(default=8.0, ge=1.0)
-    """Most problems that a filter may use up in an iteration, as a multiple of num_groups, beside those drawn ahead; then
-    the iteration fails."""
-    redundant_groups: NonNegativeInt = 0
-    """Further problems in flight: the first num_groups to be complete are trained on, the rest is aborted. Shortens the wait
-    for the slowest; what is trained on then depends on timing, and leans towards short completions."""
-    redundant_attempts: NonNegativeInt = 0
-    """Further attempts in flight for each problem: the first group_size to be graded are trained on, the rest is aborted."""
-    async_ratio: float = Field(default=0.0, ge=0.0, le=64.0)
-    """How many iterations' worth of groups may be generated ahead of training. 0 is the synchronous loop: engines wait while
-    the trainer works. Its ceiling is the largest staleness, in weights versions, of any token that is trained on. While the
-    trainer never waits, fewer are, down to one: what is generated later is by newer weights."""
+    """Groups to leave out of training and replace; null trains on every group."""
+    max_draws: Annotated[float, Unit("times num_groups")] = Field(default=8.0, ge=1.0)
+    """Most problems an iteration may draw, as a multiple of num_groups; those drawn ahead are not counted. The iteration
+    fails when they are used up. Only with `rollout.filter`."""
+    redundant_groups: Annotated[NonNegativeInt, Unit("problems")] = 0
+    """Extra problems in flight: the first num_groups to complete are trained on, the rest is aborted. Shortens the wait for
+    the slowest; the choice then depends on timing and favours short completions."""
+    redundant_attempts: Annotated[NonNegativeInt, Unit("attempts")] = 0
+    """Extra attempts in flight for each problem: the first group_size to be graded are trained on, the rest is aborted."""
+    async_ratio: Annotated[float, Unit("iterations")] = Field(default=0.0, ge=0.0, le=64.0)
+    """Iterations of groups that may be generated ahead of training. 0 is the synchronous loop: engines wait while the
+    trainer works. Rounded up, it is the largest staleness of a trained token, in weights versions. While the trainer never
+    waits, less is generated ahead, down to one iteration, because later tokens come from newer weights."""
     in_flight: InFlightPolicy = InFlightPolicy.RESUME
-    """What happens to attempts that are being generated when engines take over new weights: finish (with the old ones, while
-    new attempts wait), resume (interrupted, then resumed after the tokens they have) or continue (as if nothing happened).
-    Each token says which version produced it."""
+    """Treatment of attempts in flight when engines adopt new weights. Matters if async_ratio is above 0. Each token records
+    the weights version that produced it."""
 
     @property
     def num_trajectories(self) -> int:
+        """Trajectories per iteration."""
         return self.num_groups * self.group_size
 
     @model_validator(mode="after")
-    def _filter_can_pass(self):
+    def _check_group_has_a_spread(self):
         compares = self.filter is not None and (self.filter.equal_rewards or self.filter.min_spread is not None)
         if compares and self.group_size < 2:
             raise ValueError(

@@ -1,4 +1,7 @@
-"""The whole of a run, and the checks that span sections: batch arithmetic and placement."""
+"""Schema of a run file, and the checks that span its sections: batch arithmetic, backends, placement, transport.
+
+`load.py` builds a `RunConfig` from YAML; every role gets the whole of it.
+"""
 
 import math
 from typing import Any
@@ -30,61 +33,86 @@ from roll_core.config.training.training import BackendKind, Packing, Precision, 
 
 
 class ForkedFrom(Section):
-    """Begin where another run was: its policy, optimizer, place among problems and reference, after an iteration that has
-    a checkpoint. What it stored is shared, not copied."""
+    """Checkpoint of another run to start from: its policy, optimizer state, position in the problem stream and reference
+    policy. Artifacts of the other run are shared, not copied."""
 
     run_id: str
-    """A run in the same store."""
+    """Id of the other run, for example quickstart-1; it must be in the same store and have the same `model`."""
     iteration: NonNegativeInt
+    """Iteration of the other run to continue after; it must have a checkpoint."""
 
 
 class RunConfig(Section):
+    """A run file: everything that defines one training run."""
+
     name: str
-    """Runs are numbered under this name: quickstart-1, quickstart-2, ..."""
+    """Name of the run: letters, digits, '-' and '_'. Runs are numbered under it: quickstart-1, quickstart-2, ..."""
     seed: int = 0
-    """Every random choice is derived from this number and from where it is made."""
+    """Seed of every random choice of the run. Change it to repeat an experiment with other chance."""
     iterations: PositiveInt
+    """Iterations to train; each collects a batch of trajectories and updates the policy."""
     model: ModelConfig = ScratchModel()
+    """Model to train: the policy."""
     problems: ProblemsConfig = ArithmeticProblems()
+    """Source of the problems to train and evaluate on."""
     reward: RewardConfig = ExactMatch()
+    """Grading of completions."""
     forked_from: ForkedFrom | None = None
-    """Null begins with the model as it is, or after a warm start; `roll fork` fills this in."""
+    """Checkpoint of another run to start from; `roll fork` fills it in. Null starts with the model, after the warm start."""
     warm_start: WarmStartConfig | None = None
-    """Supervised steps before the first iteration; null starts from the model as it is."""
+    """Supervised steps before the first iteration; null starts with the model as it is."""
     algorithm: AlgorithmConfig = Grpo()
+    """Method that turns rewards into a policy update; `docs/algorithms.md` explains every kind."""
     rollout: RolloutConfig = RolloutConfig()
+    """Generation of trajectories: how many, how long, how far ahead of training."""
     inference: InferenceConfig = TorchInference()
+    """Engine that generates tokens."""
     training: TrainingConfig = TrainingConfig()
+    """Update of the policy: backend, parallelism, optimizer, batching, memory."""
     weights: WeightsConfig = WeightsConfig()
+    """Publishing of new weights to the engines."""
     evaluation: EvaluationConfig = EvaluationConfig()
+    """Greedy evaluation on held-out problems."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints: how often they are stored, and which of them stay."""
     cluster: ClusterConfig = ClusterConfig()
+    """Nodes and devices that a leg holds."""
     placement: PlacementConfig = PlacementConfig()
+    """Devices of the trainer and of the engines."""
     legs: LegsConfig = LegsConfig()
+    """Launcher, time limit and failure limits of legs."""
     nodes: NodesConfig = NodesConfig()
+    """Health checks of nodes, and exclusion of nodes that fail repeatedly."""
     deadlines: DeadlinesConfig = DeadlinesConfig()
+    """Time limits of a leg's stages."""
     retries: RetriesConfig = RetriesConfig()
+    """Retries of transient failures."""
     store: StoreConfig = StoreConfig()
+    """Store of artifacts, manifests and records."""
     tracking: TrackingConfig = TrackingConfig()
+    """MLflow tracking."""
     work_dir: str = "roll-data/work"
-    """Scratch folder on a disk every node of a leg can reach: logs, the stage cache, the metrics spool."""
+    """Scratch folder for logs, the stage cache and the spools, on a disk that every node of a leg can reach. A relative path
+    starts at the working directory."""
 
     @property
     def engine_devices(self) -> list[tuple[int, ...]]:
-        """Devices of every engine: as many as hold its weights together."""
+        """Devices of every engine: one, or as many as inference.tensor_parallel."""
         each = self.inference.tensor_parallel if isinstance(self.inference, VllmInference) else 1
         return [self.placement.engines[start : start + each] for start in range(0, len(self.placement.engines), each)]
 
     @property
     def engines_in_bfloat16(self) -> bool:
-        """Whether engines hold weights, which are trained in float32, in half the room. CPUs have no arithmetic for it."""
+        """True if engines hold weights in bfloat16, which halves their memory. CPUs have no arithmetic for it."""
         return self.training.precision is Precision.BFLOAT16 and self.cluster.device is DeviceKind.CUDA
 
     @property
     def weights_transport(self) -> WeightsTransport:
-        """The one that is used: `weights.transport`, or what the placement suggests."""
+        """Transport in use: `weights.transport`, with `auto` resolved by the placement."""
         if self.weights.transport is not WeightsTransport.AUTO:
             return self.weights.transport
+        if self.training.backend is BackendKind.REHEARSAL:
+            return WeightsTransport.RAY
         if self.shares_gpus and self.legs.elastic is None:
             return WeightsTransport.SHARED_GPU
         apart = self.cluster.device is DeviceKind.CUDA and not self.placement.shared
@@ -92,47 +120,48 @@ class RunConfig(Section):
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether every engine is on a GPU that a trainer rank is on: weights need not leave it."""
+        """True if every engine is on the GPU of a trainer rank, so that weights need not leave it."""
         return self.cluster.device is DeviceKind.CUDA and set(self.placement.engines) <= set(self.placement.trainer)
 
     @property
     def data_ranks(self) -> int:
-        """Into how many parts a batch is cut: one for each copy of the model."""
+        """Number of shards of a batch: one for each copy of the model."""
         if self.training.backend is BackendKind.TORCH:
             return len(self.placement.trainer)
-        return self.training.layout.data(len(self.placement.trainer))
+        return self.training.layout.data_parallel_size(len(self.placement.trainer))
 
     @property
     def total_optimizer_steps(self) -> int:
+        """Optimizer steps of the run, the critic's warm-up included."""
         return self.iterations * self.training.steps_per_iteration
 
     @property
     def policy_optimizer_steps(self) -> int:
-        """Those in which the policy moves; it waits while a critic warms up."""
+        """Optimizer steps that update the policy: all but those of the critic's warm-up."""
         return (self.iterations - self.algorithm.warmup_iterations) * self.training.steps_per_iteration
 
     @property
     def fallback_algorithm(self) -> AlgorithmConfig:
-        """That of iterations beyond the limits of `training.mismatch`."""
+        """Algorithm for iterations beyond the limits of `training.mismatch`: corrected if its action says so."""
         mismatch = self.training.mismatch
         corrects = mismatch is not None and mismatch.action is MismatchAction.CORRECT
-        return self.algorithm.corrected if corrects else self.algorithm
+        return self.algorithm.with_correction if corrects else self.algorithm
 
     @property
-    def to_learn_only(self) -> "RunConfig":
-        """The same for roles that learn from what is stored, and generate nothing: one engine, which has no model."""
+    def without_engines(self) -> "RunConfig":
+        """This config with one engine that has no model, for roles that replay stored rollouts and generate nothing."""
         no_model = RehearsalInference(seconds_per_token=1.0, median_tokens=1, sigma=0.0)
         placement = self.placement.model_copy(update={"engines": self.placement.engines[:1]})
         return self.model_copy(update={"inference": no_model, "placement": placement})
 
     @model_validator(mode="after")
-    def _name_is_a_plain_word(self):
+    def _check_name(self):
         if not self.name or not all(c.isalnum() or c in "-_" for c in self.name):
             raise ValueError(f"name ('{self.name}') may hold letters, digits, '-' and '_' only: it names folders")
         return self
 
     @model_validator(mode="after")
-    def _reward_can_grade_the_problems(self):
+    def _check_reward_grades_the_problems(self):
         if isinstance(self.reward, ReasoningGym) and not isinstance(self.problems, ReasoningGymProblems):
             raise ValueError(
                 f"reward.kind reasoning_gym grades problems.kind reasoning_gym alone, not {self.problems.kind}: change one"
@@ -140,7 +169,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _goes_on_after_its_fork(self):
+    def _check_iterations_exceed_the_fork(self):
         if self.forked_from is not None and self.iterations <= self.forked_from.iteration:
             raise ValueError(
                 f"iterations ({self.iterations}) must be above forked_from.iteration ({self.forked_from.iteration}), "
@@ -149,7 +178,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _adapters_have_a_backend_and_leave_routers(self):
+    def _check_lora_backend_and_router_losses(self):
         if self.training.lora is None:
             return self
         for key in ("balance_loss", "z_loss"):
@@ -166,7 +195,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _layout_fills_the_trainer(self):
+    def _check_layout_divides_the_trainer(self):
         layout, ranks = self.training.layout, len(self.placement.trainer)
         if self.training.backend is BackendKind.TORCH:
             if layout != LayoutConfig():
@@ -190,7 +219,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _batch_arithmetic(self):
+    def _check_batch_arithmetic(self):
         rollout, training = self.rollout, self.training
         if rollout.group_size < 2 and self.algorithm.compares_groups:
             raise ValueError(
@@ -225,7 +254,7 @@ class RunConfig(Section):
                 "training.packing shared_prompts needs training.row_tokens: room for a prompt and several completions, "
                 f"for example {4 * self.model.max_positions}"
             )
-        self._check_algorithm()
+        self._check_algorithm_limits()
         if rollout.temperature == 0:
             raise ValueError("rollout.temperature must be above 0: greedy trajectories of a group are all the same")
         per_step = rollout.num_groups // training.optimizer_steps * rollout.group_size
@@ -242,15 +271,15 @@ class RunConfig(Section):
             )
         return self
 
-    def _check_algorithm(self) -> None:
-        """Settings of the algorithm that say nothing, or nonsense, beside those of the run."""
+    def _check_algorithm_limits(self) -> None:
+        """Raise if an algorithm setting exceeds iterations or rollout.max_new_tokens and would have no sensible effect."""
         algorithm, max_new_tokens = self.algorithm, self.rollout.max_new_tokens
         if algorithm.warmup_iterations >= self.iterations:
             raise ValueError(
                 f"algorithm.critic.warmup_iterations ({algorithm.warmup_iterations}) must be below iterations "
                 f"({self.iterations}): the policy would never move"
             )
-        for key, section in algorithm.sections.items():
+        for key, section in algorithm.shaping_sections.items():
             overlong, limit = section.overlong, section.masks.wrong_above_tokens
             if overlong is not None and (overlong.buffer_tokens or 0) > max_new_tokens:
                 raise ValueError(
@@ -264,7 +293,7 @@ class RunConfig(Section):
                 )
 
     @model_validator(mode="after")
-    def _there_is_a_sampler_to_agree_with(self):
+    def _check_mismatch_needs_a_model(self):
         if self.training.mismatch is not None and self.inference.kind == "rehearsal":
             raise ValueError(
                 "training.mismatch compares logprobs of trainer and engines, and inference.kind rehearsal has no model: "
@@ -273,7 +302,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _engine_says_which_experts_it_chose(self):
+    def _check_replay_needs_torch_engine(self):
         if self.training.routing.replay and not isinstance(self.inference, TorchInference):
             raise ValueError(
                 f"training.experts.replay needs an engine that records which experts it chose, and inference.kind "
@@ -282,9 +311,9 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _backend_can_do_it(self):
+    def _check_megatron_limits(self):
         training = self.training
-        if training.backend is BackendKind.TORCH:
+        if training.backend is not BackendKind.MEGATRON:
             return self
         if self.algorithm.has_critic:
             raise ValueError(
@@ -298,7 +327,28 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _there_is_somebody_to_make_room_for(self):
+    def _check_rehearsal_has_no_weights(self):
+        if self.training.backend is not BackendKind.REHEARSAL:
+            if self.training.seconds_per_token:
+                raise ValueError(
+                    f"training.seconds_per_token is of training.backend rehearsal, and this is "
+                    f"{self.training.backend.value}: leave it out, or set training.backend=rehearsal"
+                )
+            return self
+        if self.inference.kind != "rehearsal":
+            raise ValueError(
+                f"training.backend rehearsal has no weights for engines of inference.kind {self.inference.kind}: set "
+                "inference.kind=rehearsal, or another training.backend"
+            )
+        if self.weights.transport not in (WeightsTransport.AUTO, WeightsTransport.RAY):
+            raise ValueError(
+                f"weights.transport {self.weights.transport.value} moves tensors, and training.backend rehearsal has none: "
+                "leave weights.transport out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_offload_needs_shared_gpus(self):
         if self.training.offload and not self.shares_gpus:
             raise ValueError(
                 "training.offload makes room for engines on the trainer's GPUs: leave it out, or set cluster.device=cuda "
@@ -307,7 +357,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _placement_fits_cluster(self):
+    def _check_placement_is_in_the_cluster(self):
         for key in ("trainer", "engines"):
             devices = getattr(self.placement, key)
             if max(devices) >= self.cluster.num_devices:
@@ -319,7 +369,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _engines_get_whole_groups_of_devices(self):
+    def _check_tensor_parallel_engines(self):
         if not isinstance(self.inference, VllmInference) or self.inference.tensor_parallel == 1:
             return self
         each = self.inference.tensor_parallel
@@ -341,7 +391,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _weights_can_travel(self):
+    def _check_weights_transport(self):
         if self.weights.transport is WeightsTransport.SHARED_GPU and not self.shares_gpus:
             raise ValueError(
                 "weights.transport shared_gpu needs cluster.device cuda and every device of placement.engines in "
@@ -370,7 +420,7 @@ class RunConfig(Section):
 
 
 def flat_config(config: RunConfig) -> dict[str, str]:
-    """Every value by its dotted key, as text: what trackers and tables show."""
+    """Text of every value by its dotted key, for trackers and tables. Example: {"rollout.group_size": "16", ...}"""
 
     def walk(tree: dict[str, Any], prefix: str) -> dict[str, str]:
         flat: dict[str, str] = {}

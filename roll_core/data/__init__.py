@@ -1,1 +1,1 @@
-"""Problems: seeded, resumable, held-out ones kept apart."""
+"""Problem sources (seeded, resumable, with held-out problems kept apart) and the problem ledger."""

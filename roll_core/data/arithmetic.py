@@ -11,6 +11,8 @@ from roll_core.types.trajectory import Demonstration, Message, Problem, Speaker
 
 
 class ArithmeticSource:
+    """Problem source of generated digit puzzles."""
+
     def __init__(self, config: ArithmeticProblems, seed: int):
         self._config = config
         self._seed = seed
@@ -27,7 +29,7 @@ class ArithmeticSource:
                 return self._as_problem(f"train/{index}", question, answer)
 
     def held_out(self, count: int) -> list[Problem]:
-        """The evaluation set does not depend on the run's seed, so that runs can be compared."""
+        """Return the first `count` held-out puzzles. They do not depend on the run's seed, so that runs can be compared."""
         rng = random.Random(derive_seed(0, "held-out"))
         found: dict[str, str] = {}
         for draw in count_from():
@@ -44,12 +46,14 @@ class ArithmeticSource:
         return [self._as_problem(f"held-out/{i}", question, answer) for i, (question, answer) in enumerate(found.items())]
 
     def demonstration(self, index: int) -> Demonstration:
+        """Return a puzzle with its answer, or with a wrong one at the rate of `problems.demonstration_noise`."""
         problem = self.problem(-1 - index)
         rng = random.Random(derive_seed(self._seed, "demonstration", index))
         wrong = rng.random() < self._config.demonstration_noise
         return Demonstration(problem, self._shuffled(rng, problem.answer) if wrong else problem.answer)
 
     def _draw(self, rng: random.Random) -> tuple[str, str]:
+        """Random question and its answer."""
         digits = self._config.digits
         text = "".join(rng.choice("0123456789") for _ in range(digits))
         match self._config.puzzle:
@@ -62,11 +66,11 @@ class ArithmeticSource:
                 return f"{text}+{other}=", str(int(text) + int(other)).zfill(digits + 1)
 
     def _shuffled(self, rng: random.Random, answer: str) -> str:
-        """The right characters in a random order, or for a sum other digits: right in form, wrong in content."""
+        """Wrong answer in the right form: the answer's characters in random order, or a random number for a sum."""
         if self._config.puzzle is Puzzle.ADD:
             return str(rng.randrange(2 * 10**self._config.digits - 1)).zfill(len(answer))
         return "".join(rng.sample(answer, len(answer)))
 
-    def _as_problem(self, place: str, question: str, answer: str) -> Problem:
+    def _as_problem(self, name: str, question: str, answer: str) -> Problem:
         domain = self._config.puzzle.value
-        return Problem(f"{domain}/{place}", domain, (Message(Speaker.USER, question),), answer)
+        return Problem(f"{domain}/{name}", domain, (Message(Speaker.USER, question),), answer)

@@ -1,5 +1,5 @@
-"""Problems from tables on disk: Parquet files, and datasets as Hugging Face's `save_to_disk` leaves them (Arrow streams
-that `state.json` lists). Read with pyarrow alone, and only the columns that are named."""
+"""Problem source of tables on disk: Parquet files, and datasets in the layout of Hugging Face's `save_to_disk` (Arrow
+streams listed in `state.json`). pyarrow reads only the columns that the config names."""
 
 import json
 from collections.abc import Iterator
@@ -13,10 +13,12 @@ from roll_core.data.file_source import FileSource, SourceRow
 from roll_core.errors import UserError
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
-"""What `save_to_disk` writes beside the data of one split, and beside the folders of several."""
+"""Files that `save_to_disk` writes next to the data of one split, and next to the folders of several splits."""
 
 
 class DatasetSource(FileSource):
+    """Problem source of Parquet files or a `save_to_disk` folder."""
+
     def __init__(self, config: DatasetProblems, seed: int):
         super().__init__(config, _rows, seed)
 
@@ -34,7 +36,7 @@ def _rows(key: str, path: Path, columns: Columns) -> Iterator[SourceRow]:
 
 
 def _files(key: str, path: Path) -> list[Path]:
-    """The files behind a name, in a fixed order."""
+    """Table files of a path (file, folder or glob pattern), in a fixed order."""
     if (path / SPLITS).is_file():
         splits = json.loads((path / SPLITS).read_text())["splits"]
         raise UserError(f"{key}: {path} holds the splits {', '.join(splits)}: name one of them, like {path / splits[0]}")
@@ -54,7 +56,7 @@ def _read_arrow(file: Path) -> pa.Table:
 
 
 def _needed(there: list[str], columns: Columns) -> list[str]:
-    """The columns of a table that hold what is named; all of them if something is missing, so that it can be said."""
+    """Columns of a table that the config names. All columns if one is missing, so that the error can list them."""
     domain = columns.domain or "domain"
     named = {name if name in there else name.partition(".")[0] for name in (columns.prompt, columns.answer)}
     named |= {name for name in (domain, domain.partition(".")[0]) if name in there}
@@ -62,5 +64,5 @@ def _needed(there: list[str], columns: Columns) -> list[str]:
 
 
 def _name(path: Path) -> str:
-    """What problems of a file are called: /data/gsm8k/train-*.parquet -> train."""
+    """Short name of a file, the prefix of its problem ids: /data/gsm8k/train-*.parquet -> train."""
     return path.stem.partition("*")[0].rstrip("-_.") or path.parent.name

@@ -1,4 +1,4 @@
-"""Problems that lie in files, whatever the format: rows become problems, each pass over them has its own seeded order."""
+"""Problem source of files in any row format: rows become problems, and each epoch has its own seeded order."""
 
 import random
 import re
@@ -9,33 +9,36 @@ from pathlib import Path
 from typing import Any
 
 from roll_core.config.problems import AnswerRule, Columns, FileProblems
-from roll_core.data.prompts import worded
+from roll_core.data.prompts import prompt_messages
 from roll_core.errors import UserError
 from roll_core.seeds import derive_seed
 from roll_core.types.trajectory import Demonstration, Message, Problem, Speaker
 
 BOXED = re.compile(r"\\boxed\s*\{")
+r"""Opening of a LaTeX box: \boxed{"""
 
 
 @dataclass(frozen=True)
 class SourceRow:
-    """One problem as a file has it.
+    """Row of a problem file.
 
-    Example: SourceRow(file="train", number=3, place="line 3 of /data/train.jsonl", values={"prompt": "6 x 7?", "answer": "42"})
+    Example: SourceRow(file="train", number=3, location="line 3 of train.jsonl", values={"prompt": "6 x 7?", "answer": "42"})
     """
 
     file: str
+    """Short name of the file, the prefix of its problem ids."""
     number: int
-    place: str
+    location: str
+    """Location for error messages."""
     values: Mapping[str, Any]
 
 
 ReadRows = Callable[[str, Path, Columns], Iterable[SourceRow]]
-"""The rows behind a path, which the config has under the key that is given, too: for sentences about what is wrong."""
+"""Reader of a file format: (config key of the path, for error messages; path; columns) -> rows."""
 
 
 class FileSource:
-    """Problems to train on and problems to evaluate, all in memory."""
+    """Problem source of a training file and a held-out file, both held in memory."""
 
     def __init__(self, config: FileProblems, read_rows: ReadRows, seed: int):
         train, held_out = (
@@ -61,35 +64,35 @@ class FileSource:
         return self._held_out[:count]
 
     def demonstration(self, index: int) -> Demonstration:
-        """The reference answer itself."""
+        """Return a problem with its reference answer."""
         problem = self.problem(index)
         return Demonstration(problem, problem.answer)
 
 
 def _problems(key: str, path: str, rows: Iterable[SourceRow], config: FileProblems) -> list[Problem]:
-    """Every row as a problem; a bad one is named by its place."""
+    """Convert every row to a problem; the error about a bad row names its location."""
     problems = []
     for row in rows:
         try:
-            problems.append(_problem_of(row, config))
+            problems.append(_to_problem(row, config))
         except ValueError as error:
-            raise UserError(f"{key}: {row.place} {error}") from None
+            raise UserError(f"{key}: {row.location} {error}") from None
     if not problems:
         raise UserError(f"{key}: {path} holds no problems")
     return problems
 
 
-def _problem_of(row: SourceRow, config: FileProblems) -> Problem:
+def _to_problem(row: SourceRow, config: FileProblems) -> Problem:
     columns = config.columns
     prompt, answer = (_value(row, column) for column in (columns.prompt, columns.answer))
     domain = (row.values.get("domain") or row.file) if columns.domain is None else _value(row, columns.domain)
     question = _messages(prompt) if isinstance(prompt, list) else str(prompt)
     extracted = extract_answer(config.answer_rule, str(answer))
-    return Problem(f"{row.file}/{row.number}", str(domain), worded(config, question), extracted)
+    return Problem(f"{row.file}/{row.number}", str(domain), prompt_messages(config, question), extracted)
 
 
 def _value(row: SourceRow, column: str) -> Any:
-    """What a row has under a column, or under the dotted parts of its name."""
+    """Value of a column; a dotted name reaches into nested values."""
     value: Any = row.values
     for part in (column,) if column in row.values else column.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -99,6 +102,7 @@ def _value(row: SourceRow, column: str) -> Any:
 
 
 def _messages(prompt: list[Any]) -> list[Message]:
+    """Convert chat messages of a row to `Message`s."""
     try:
         return [Message(Speaker(message["role"]), str(message["content"])) for message in prompt]
     except (KeyError, TypeError, ValueError):
@@ -109,35 +113,36 @@ def _messages(prompt: list[Any]) -> list[Message]:
 
 
 def extract_answer(rule: AnswerRule, text: str) -> str:
-    """The answer in a text that may also hold the way to it: ('after_hashes', '6 x 7 = 42 #### 42') -> '42'."""
+    """Extract the answer from a text that may also hold the solution: ('after_hashes', '6 x 7 = 42 #### 42') -> '42'."""
     match rule:
         case AnswerRule.WHOLE:
             return text
         case AnswerRule.AFTER_HASHES:
             _, hashes, answer = text.rpartition("####")
-            return _found(rule, answer.strip() if hashes else "", "####")
+            return _require_answer(rule, answer.strip() if hashes else "", "####")
         case AnswerRule.BOXED:
-            return _found(rule, _last_boxed(text), "\\boxed{...}")
+            return _require_answer(rule, _last_boxed(text), "\\boxed{...}")
 
 
-def _found(rule: AnswerRule, answer: str, marker: str) -> str:
+def _require_answer(rule: AnswerRule, answer: str, marker: str) -> str:
     if not answer:
         raise ValueError(f"has no {marker} in its answer, which problems.answer_rule {rule} asks for")
     return answer
 
 
 def _last_boxed(text: str) -> str:
-    """What the last box holds, braces within it included; '' without a box that is closed."""
+    r"""Content of the last \boxed{...}, nested braces included; '' without a closed box."""
     boxes = list(BOXED.finditer(text))
     if not boxes:
         return ""
     start, depth = boxes[-1].end(), 1
-    for place in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for position in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
         if depth == 0:
-            return text[start:place].strip()
+            return text[start:position].strip()
     return ""
 
 
 def _shuffled(length: int, seed: int) -> list[int]:
+    """Seeded permutation of the indices."""
     return random.Random(seed).sample(range(length), length)

@@ -1,4 +1,4 @@
-"""Problems from JSON lines: the plainest way to bring your own data."""
+"""JSON lines as a problem source: the simplest way to bring your own data."""
 
 import json
 from collections.abc import Iterator
@@ -10,6 +10,8 @@ from roll_core.errors import UserError
 
 
 class JsonlSource(FileSource):
+    """Problem source of JSON lines files, one problem per line."""
+
     def __init__(self, config: JsonlProblems, seed: int):
         super().__init__(config, _rows, seed)
 
@@ -18,11 +20,11 @@ def _rows(key: str, path: Path, columns: Columns) -> Iterator[SourceRow]:
     if not path.is_file():
         raise UserError(f"{key}: no such file {path}")
     for number, line in enumerate(path.read_text().splitlines(), start=1):
-        place = f"line {number} of {path}"
+        location = f"line {number} of {path}"
         try:
             values = json.loads(line)
         except json.JSONDecodeError:
             values = None
         if not isinstance(values, dict):
-            raise UserError(f'{key}: {place} must be like {{"{columns.prompt}": "...", "{columns.answer}": "..."}}')
-        yield SourceRow(path.stem, number, place, values)
+            raise UserError(f'{key}: {location} must be like {{"{columns.prompt}": "...", "{columns.answer}": "..."}}')
+        yield SourceRow(path.stem, number, location, values)

@@ -1,8 +1,7 @@
-"""The problem ledger: what became of every problem drawn from the stream. Each iteration's manifest holds its own page.
+"""Problem ledger: the outcome of every problem drawn from the stream. Each manifest holds the draws of its iteration.
 
-A draw is known by its place in the stream; the cursor of a run is the first place that no committed iteration has drawn. An
-iteration that was not committed has drawn nothing, so after any crash each problem is trained as often as if there had been
-none.
+A draw is identified by its position in the stream. The cursor of a run is the first position that no committed iteration has
+drawn. An uncommitted iteration has drawn nothing, so after any crash each problem is trained as often as without it.
 """
 
 from collections import Counter
@@ -12,10 +11,11 @@ from roll_core.types.manifest import Collected, Draw, DrawOutcome, Draws, Manife
 from roll_core.types.trajectory import Ending, Trajectory
 
 
-def draws_of(collected: Collected, trajectories: Sequence[Trajectory], trained_groups: set[int]) -> Draws:
-    """What became of the problems a collect drew, given its trajectories and the groups that were trained on.
+def resolve_draws(collected: Collected, trajectories: Sequence[Trajectory], trained_groups: set[int]) -> Draws:
+    """Determine the outcome of every problem that a collect drew, given its trajectories and the groups that were trained
+    on.
 
-    A group is known by the offset of its draw. Those without trajectories have the outcome that the collect gave them.
+    A group is identified by the offset of its draw. A draw that the collect did not mark as trained keeps its outcome.
     """
     attempts_of: dict[int, list[Trajectory]] = {}
     for trajectory in trajectories:
@@ -30,18 +30,22 @@ def draws_of(collected: Collected, trajectories: Sequence[Trajectory], trained_g
 
 
 def ledger(chain: Iterable[Manifest]) -> list[Draw]:
-    """Every draw of a run, in the order of iterations."""
-    return [draw for manifest in chain if manifest.draws is not None for draw in manifest.draws.each(manifest.iteration)]
+    """List every draw of a run, in the order of iterations."""
+    return [draw for manifest in chain if manifest.draws is not None for draw in manifest.draws.expand(manifest.iteration)]
 
 
 def totals(chain: Iterable[Manifest]) -> str:
-    """Example: 320 drawn: 300 trained, 18 filtered, 2 failed"""
+    """Count the draws of a run by outcome, as a sentence.
+
+    Example: 320 drawn: 300 trained, 18 filtered, 2 failed
+    """
     counts = Counter(draw.outcome for draw in ledger(chain))
     parts = [f"{counts[outcome]} {outcome}" for outcome in DrawOutcome if counts[outcome]]
     return f"{counts.total()} drawn: {', '.join(parts)}" if parts else ""
 
 
 def _outcome(attempts: Sequence[Trajectory], is_trained: bool) -> DrawOutcome:
+    """Outcome of an accepted group: trained, or why it was not."""
     if is_trained:
         return DrawOutcome.TRAINED
     if any(t.score is not None for t in attempts):

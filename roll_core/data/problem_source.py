@@ -1,6 +1,6 @@
-"""What a source of problems must answer, and which source a config means.
+"""Protocol of problem sources, and the source that a config selects.
 
-A source is a pure function of its config and an index, so that a cursor (one number) is all a run has to remember.
+A source is a pure function of its config and an index, so a cursor (one number) is all that a run has to remember.
 """
 
 from typing import Protocol
@@ -20,25 +20,28 @@ from roll_core.types.trajectory import Demonstration, Problem
 
 
 class ProblemSource(Protocol):
+    """Endless stream of training problems by index, with a separate evaluation set."""
+
     @property
     def domains(self) -> frozenset[str]:
-        """Every domain a training problem may be of."""
+        """All domains that training problems can have."""
         ...
 
     def problem(self, index: int) -> Problem:
-        """The training problem at a position of the endless stream."""
+        """Return the training problem at a position of the endless stream."""
         ...
 
     def held_out(self, count: int) -> list[Problem]:
-        """The first `count` evaluation problems; the same ones every time, none of them ever trained on."""
+        """Return the first `count` evaluation problems: always the same, and never trained on."""
         ...
 
     def demonstration(self, index: int) -> Demonstration:
-        """A well-formed completion to imitate during the warm start."""
+        """Return a problem with a well-formed completion to imitate during the warm start."""
         ...
 
 
 def build_source(config: ProblemsConfig, seed: int) -> ProblemSource:
+    """Build the problem source that a config selects."""
     match config:
         case ArithmeticProblems():
             return ArithmeticSource(config, seed)

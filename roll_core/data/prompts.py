@@ -1,4 +1,4 @@
-"""The messages a problem is put to the policy in: its own text or messages, and the words that the config adds."""
+"""Prompt messages of a problem: its own text or messages, with the template and system message of the config."""
 
 from collections.abc import Sequence
 
@@ -6,16 +6,16 @@ from roll_core.config.problems import PROMPT, PromptTemplate
 from roll_core.types.trajectory import Message, Speaker
 
 
-def worded(wording: PromptTemplate, problem: str | Sequence[Message]) -> tuple[Message, ...]:
-    """A problem as messages. The template is put around its text, or around the last message the user says."""
+def prompt_messages(template: PromptTemplate, problem: str | Sequence[Message]) -> tuple[Message, ...]:
+    """Build the messages of a problem. The template is applied to its text, or to its last user message."""
     messages = [Message(Speaker.USER, problem)] if isinstance(problem, str) else list(problem)
-    asked = [place for place, message in enumerate(messages) if message.speaker is Speaker.USER]
-    if not asked:
+    user_indices = [index for index, message in enumerate(messages) if message.speaker is Speaker.USER]
+    if not user_indices:
         raise ValueError("has no message of role 'user'")
-    question = messages[asked[-1]].text
-    messages[asked[-1]] = Message(Speaker.USER, wording.template.replace(PROMPT, question))
-    if wording.system is None:
+    question = messages[user_indices[-1]].text
+    messages[user_indices[-1]] = Message(Speaker.USER, template.template.replace(PROMPT, question))
+    if template.system is None:
         return tuple(messages)
     if messages[0].speaker is Speaker.SYSTEM:
         raise ValueError("has a system message of its own: make problems.system null")
-    return (Message(Speaker.SYSTEM, wording.system), *messages)
+    return (Message(Speaker.SYSTEM, template.system), *messages)

@@ -1,1 +1,1 @@
-"""Engines that generate tokens and adopt new weights while they do."""
+"""Inference engines: they generate tokens and adopt new weights in between."""

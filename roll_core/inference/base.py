@@ -1,4 +1,7 @@
-"""What an inference engine must do. An engine never knows where weights come from or what its tokens are for."""
+"""Protocol of inference engines, and a whole weights update of an engine in one process.
+
+An engine knows neither where weights come from nor what its tokens are used for.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,48 +19,63 @@ if TYPE_CHECKING:
 
 
 class InferenceEngine(Protocol):
-    async def generate(self, request: GenerationRequest) -> Completion: ...
+    """Engine that generates completions and whose weights are replaced while it runs.
+
+    An update is `begin_update`, `load` for every bucket, then `finish_update`.
+    """
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Generate one completion. The request waits while no slot is free or an update is under way."""
+        ...
 
     async def abort(self, *request_ids: str) -> None:
-        """End requests now; their completions have what was generated and end with ABORTED. Unknown ids are ignored."""
+        """End requests now. Their completions have the tokens generated so far and end with ABORTED. Unknown ids are
+        ignored."""
         ...
 
     async def begin_update(self, in_flight: InFlightPolicy) -> None:
-        """Make way for new weights. What is being generated ends or waits, as the policy says; what has no slot yet waits,
-        and begins with the new weights. An engine that sleeps takes back as much memory as weights need."""
+        """Prepare for new weights. Running requests finish, are aborted, or pause and continue, as `in_flight` says.
+        Requests without a slot wait and start with the new weights. A sleeping engine reclaims the memory for its
+        weights."""
         ...
 
-    async def join(self, meeting: "Rendezvous", rank: int) -> None:
-        """Take part in the broadcasts of a group from now on, as this rank and, where an engine has several workers, the
-        next ones; another group, if there was one, is left."""
+    async def join(self, rendezvous: "Rendezvous", rank: int) -> None:
+        """Join the broadcast group of a rendezvous, and leave the group joined before.
+
+        The engine's first worker gets `rank`; further workers get the ranks after it.
+        """
         ...
 
     async def load(self, bucket: "Bucket") -> None:
-        """Take over some tensors. When it answers, the bucket's memory is used for the next."""
+        """Load the tensors of a bucket. On return, the bucket's memory may be reused."""
         ...
 
     async def finish_update(self, version: int, check: "WeightsCheck | None") -> None:
-        """Serve again, by these weights. Raises WrongWeights if they are not what the check says, and then serves nobody
-        until an update succeeds. Without a check they are taken as they came: for what never left the process."""
+        """Resume serving, with the loaded weights as `version`.
+
+        Raise WrongWeights if they do not match `check`; the engine then serves no requests until an update succeeds. None
+        skips the check, for weights that never left the process.
+        """
         ...
 
     async def sleep(self) -> None:
-        """Give accelerator memory back while a colocated trainer works, that of weights, too: the trainer makes new ones.
-        Only with nothing in flight."""
+        """Release accelerator memory, weights included, for a colocated trainer. No request may be in flight. The weights
+        may be dropped, since the trainer will publish new ones."""
         ...
 
     async def wake(self) -> None:
-        """Take the rest of the memory, once an update has given it weights. It serves when both have happened."""
+        """Reclaim the rest of the memory, such as the KV cache. The engine serves once it is awake and an update has
+        brought weights."""
         ...
 
-    async def answer(self) -> None:
-        """Show that somebody is there: whatever generates the tokens, in whichever process it does."""
+    async def ping(self) -> None:
+        """Return once the process that generates the tokens responds."""
         ...
 
 
 @dataclass(frozen=True)
 class WeightsUpdate:
-    """A numbered policy, tensor by tensor under Hugging Face names."""
+    """Weights version as a stream of tensors under Hugging Face names, with the check to compare them with."""
 
     version: int
     tensors: "Iterable[tuple[str, Tensor]]"
@@ -65,7 +83,7 @@ class WeightsUpdate:
 
 
 async def adopt(engine: InferenceEngine, weights: WeightsUpdate, in_flight: InFlightPolicy) -> None:
-    """A whole update, for whoever holds weights and engine in one process."""
+    """Update an engine's weights from tensors in the same process."""
     from roll_core.weights.buckets import pack
 
     await engine.begin_update(in_flight)

@@ -1,4 +1,4 @@
-"""A completion on its way, as engines with a model hold it."""
+"""Completions in flight and checks of requests, shared by the engines that have a model."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable
@@ -12,14 +12,19 @@ from roll_core.types.trajectory import Ending
 
 @dataclass(eq=False)
 class InFlightCompletion:
+    """Completion that an engine is generating: the request, the tokens so far and the future that gets the result."""
+
     request: GenerationRequest
     done: asyncio.Future[Completion]
     token_ids: list[int] = field(default_factory=list)
-    """New ones: without the request's prefix."""
+    """New tokens, without the request's prefix."""
     logprobs: list[float] = field(default_factory=list)
+    """Sampler logprob of each new token."""
     versions: list[int] = field(default_factory=list)
+    """Weights version that produced each new token."""
 
     def finish(self, ending: Ending) -> None:
+        """Resolve the future with the tokens generated so far, unless it is resolved already."""
         if not self.done.done():
             self.done.set_result(
                 Completion(
@@ -33,15 +38,16 @@ class InFlightCompletion:
             )
 
     def routed_experts(self) -> RoutedExperts | None:
-        """Of the context and the new tokens; engines that record them know."""
+        """Experts of the context and the new tokens. None here; engines that record experts override it."""
         return None
 
 
-def check_request(request: GenerationRequest, max_positions: int, vocabulary: int) -> None:
-    """Raise one sentence about a request that no engine could serve: on some, a wrong token would cost all others."""
+def check_request(request: GenerationRequest, max_positions: int, vocab_size: int) -> None:
+    """Raise ValueError if the model cannot serve a request: in some engines an unknown token id would fail all other
+    requests, too."""
     for token in request.context_ids:
-        if not 0 <= token < vocabulary:
-            raise ValueError(f"request {request.request_id} has token {token}, but the model knows 0 to {vocabulary - 1}")
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"request {request.request_id} has token {token}, but the model knows 0 to {vocab_size - 1}")
     longest = len(request.prompt_ids) + request.max_new_tokens
     if longest > max_positions:
         raise ValueError(
@@ -50,15 +56,16 @@ def check_request(request: GenerationRequest, max_positions: int, vocabulary: in
 
 
 async def as_they_finish(generating: Iterable[Coroutine[Any, Any, Completion]]) -> AsyncIterator[list[Completion]]:
-    """Those that finished together in one list."""
+    """Run the coroutines concurrently and yield completions as they finish. Completions that finish together come in one
+    list."""
     finished: asyncio.Queue[asyncio.Task[Completion]] = asyncio.Queue()
     tasks = [asyncio.create_task(one) for one in generating]
     for task in tasks:
         task.add_done_callback(finished.put_nowait)
-    left = len(tasks)
-    while left:
-        together = [await finished.get()]
+    num_pending = len(tasks)
+    while num_pending:
+        batch = [await finished.get()]
         while not finished.empty():
-            together.append(finished.get_nowait())
-        left -= len(together)
-        yield [task.result() for task in together]
+            batch.append(finished.get_nowait())
+        num_pending -= len(batch)
+        yield [task.result() for task in batch]

@@ -1,4 +1,4 @@
-"""What is asked of an engine and what it answers. Torch-free: the rollout scheduler needs these and no model."""
+"""Requests to engines and the completions they return. Torch-free, since the rollout scheduler needs them and no model."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,11 @@ from roll_core.types.trajectory import Ending
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One completion to sample. Its tokens depend on its seed and the weights, not on what else is being generated.
+    """Request for one completion. Its tokens depend on its seed and the weights, not on the other requests in the batch.
 
-    A completion that was interrupted is asked for again with what it had as `prefix_ids`. The random number of a token
-    depends on the seed and on its place in the whole completion, so the same weights give the tokens that would have come.
+    An interrupted completion is requested again, with the tokens it has as `prefix_ids`. The random number of a token
+    depends on the seed and on its index in the whole completion. With unchanged weights the resumed completion therefore
+    equals the uninterrupted one.
 
     Example: GenerationRequest(request_id="17/2", prompt_ids=(6, 2, 4, 33), max_new_tokens=6,
     temperature=1.0, stop_token_ids=(1,), seed=8123, prefix_ids=(2, 4))
@@ -20,13 +21,13 @@ class GenerationRequest:
     request_id: str
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
-    """Longest completion, the prefix included."""
+    """Maximum length of the completion in tokens, including the prefix."""
     temperature: float
     stop_token_ids: tuple[int, ...]
     seed: int
     prefix_ids: tuple[int, ...] = ()
-    """Tokens of this completion that were generated earlier, perhaps by other weights. The engine goes on after prompt and
-    prefix, and answers only what is new."""
+    """Tokens of this completion that were generated earlier, perhaps by other weights. Generation continues after prompt
+    and prefix; the returned completion has the new tokens only."""
 
     def __post_init__(self):
         have = len(self.prefix_ids)
@@ -35,14 +36,16 @@ class GenerationRequest:
 
     @property
     def context_ids(self) -> tuple[int, ...]:
-        """What the first new token follows."""
+        """Tokens before the first new token: prompt and prefix."""
         return self.prompt_ids + self.prefix_ids
 
 
 @dataclass(frozen=True)
 class Completion:
-    """New tokens (the stop token included, the request's prefix not), the logprob each had under the full distribution at
-    the request's temperature (at temperature 1 for greedy requests), and the weights version that produced each.
+    """New tokens of a request, each with its sampler logprob and the weights version that produced it.
+
+    Tokens include the stop token and exclude the request's prefix. Logprobs are those of the full distribution at the
+    request's temperature, or at temperature 1 for greedy requests.
 
     Example: Completion(request_id="17/2", token_ids=(2, 4, 6, 1), sampler_logprobs=(-0.1, -0.3, -0.2, -0.01),
     weights_versions=(3, 3, 3, 3), ending=Ending.STOP)
@@ -54,4 +57,4 @@ class Completion:
     weights_versions: tuple[int, ...]
     ending: Ending
     experts: RoutedExperts | None = None
-    """Of the request's context and the new tokens, if the engine records them."""
+    """Experts of the request's context and the new tokens, if the engine records them."""

@@ -1,5 +1,6 @@
-"""Tokens drawn with each request's own random numbers: what shares a batch does not matter, nor where a request was
-interrupted. Every engine that draws for itself draws like this, so that the same logits give the same tokens.
+"""Token sampling with random numbers of each request's own. Results depend neither on the batch nor on interruptions.
+
+All engines that sample themselves use this function, so that equal logits give equal tokens.
 
 Shapes: B sequences, V vocabulary.
 """
@@ -11,9 +12,10 @@ from torch import Tensor
 from roll_core.inference.randomness import uniforms
 
 
-def draw(logprobs_BV: Tensor, seeds_B: np.ndarray, places_B: np.ndarray) -> Tensor:
-    """One token a row (B) by inverting its distribution at the random number of its seed and its place in the completion."""
-    uniforms_B = torch.from_numpy(uniforms(seeds_B, places_B)).to(logprobs_BV.device)
+def sample_tokens(logprobs_BV: Tensor, seeds_B: np.ndarray, indices_B: np.ndarray) -> Tensor:
+    """Sample one token per row [B] by inverse transform sampling, with the random number of its seed and its index in the
+    completion."""
+    uniforms_B = torch.from_numpy(uniforms(seeds_B, indices_B)).to(logprobs_BV.device)
     cumulative_BV = logprobs_BV.exp().cumsum(dim=-1, dtype=torch.float64)
     drawn_B1 = torch.searchsorted(cumulative_BV, uniforms_B[:, None] * cumulative_BV[:, -1:], right=True)
     return drawn_B1.clamp(max=logprobs_BV.shape[-1] - 1).squeeze(1)

@@ -1,1 +1,1 @@
-"""Policies as Hugging Face causal language models, and their tokenizers. Shared by trainers and engines."""
+"""Policies as Hugging Face causal language models, with their tokenizers and files. Shared by trainer ranks and engines."""

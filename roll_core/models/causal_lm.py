@@ -1,4 +1,7 @@
-"""The Hugging Face model a config means. Weights of a scratch model depend only on the seed."""
+"""Construction of the Hugging Face model that a run's `model` section describes.
+
+A scratch model's weights depend only on the seed. Used by training backends, engines and exports.
+"""
 
 import torch
 from transformers import (
@@ -21,7 +24,7 @@ from roll_core.seeds import derive_seed
 
 
 def build_model(config: ModelConfig, seed: int) -> PreTrainedModel:
-    """A float32 model on the CPU, with attention that takes explicit masks."""
+    """Build the model in float32 on the CPU, with an attention implementation that takes explicit masks."""
     match config:
         case ScratchModel():
             return _from_scratch(config, seed)
@@ -32,7 +35,7 @@ def build_model(config: ModelConfig, seed: int) -> PreTrainedModel:
 
 
 def model_config(config: ModelConfig) -> PretrainedConfig:
-    """What Hugging Face calls the model's config."""
+    """Hugging Face config of the model that a run's `model` section describes."""
     match config:
         case ScratchModel():
             return scratch_config(config)
@@ -41,7 +44,7 @@ def model_config(config: ModelConfig) -> PretrainedConfig:
 
 
 def scratch_config(config: ScratchModel) -> PretrainedConfig:
-    """What Hugging Face calls the model of a config."""
+    """Hugging Face config of a model that is trained from scratch on the character tokenizer."""
     sizes = {
         "vocab_size": len(characters.VOCABULARY),
         "hidden_size": config.hidden_size,
@@ -87,6 +90,6 @@ def _from_scratch(config: ScratchModel, seed: int) -> PreTrainedModel:
 
 
 def routers_of(model: PreTrainedModel) -> dict[int, Qwen3MoeTopKRouter]:
-    """Expert routers of a mixture by layer number; empty for a dense model."""
+    """Expert routers of a mixture-of-experts model by layer number; empty for a dense model."""
     layers = enumerate(model.base_model.layers)
     return {number: layer.mlp.gate for number, layer in layers if isinstance(layer.mlp, Qwen3MoeSparseMoeBlock)}

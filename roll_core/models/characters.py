@@ -1,4 +1,4 @@
-"""A character tokenizer built in code: one token a printable character. Torch-free and download-free."""
+"""Character tokenizer built in code: one token per printable character. It needs neither torch nor a download."""
 
 PAD, EOS = 0, 1
 CHARACTERS = tuple("0123456789+-*/=<>?!.,:;()[]{} abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ\n")

@@ -1,8 +1,11 @@
-"""Weights by the names that Hugging Face checkpoints have. In memory the experts of a layer are stacked into two tensors; in
-checkpoints, and for every engine, each expert has three of its own.
+"""Conversion between a model's parameter names and the tensor names of Hugging Face checkpoints.
+
+The names differ for experts only. In memory the experts of a layer are stacked into two tensors. In checkpoints, and for
+every engine, each expert has three tensors of its own:
 
 model.layers.0.mlp.experts.gate_up_proj [E, 2I, H] <-> model.layers.0.mlp.experts.3.gate_proj.weight [I, H], .up_proj. [I, H]
 model.layers.0.mlp.experts.down_proj    [E, H, I]  <-> model.layers.0.mlp.experts.3.down_proj.weight [H, I]
+
 Shapes: E experts, I intermediate features, H hidden features.
 """
 
@@ -17,8 +20,9 @@ _EXPERTS = re.compile(r"(?P<layer>.*\.experts)\.(?P<kind>gate_up_proj|down_proj)
 _EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<number>\d+)\.(?P<kind>gate|up|down)_proj\.weight$")
 
 
-def as_checkpoint(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters under the names of a checkpoint; those of experts are views of what is given."""
+def to_checkpoint_names(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters under checkpoint names. Stacked expert tensors are split into views, one per expert and
+    projection."""
     for name, tensor in parameters:
         stacked = _EXPERTS.match(name)
         if stacked is None:
@@ -30,32 +34,36 @@ def as_checkpoint(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[st
                 yield f"{stacked['layer']}.{expert}.{kind}_proj.weight", part
 
 
-def as_parameters(checkpoint: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """What `as_checkpoint` answers, put together again; it must be in that order."""
-    for place, together in groupby(checkpoint, lambda named: _place(named[0])):
-        if place is None:
-            yield from together
+def to_parameter_names(checkpoint: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield checkpoint tensors under parameter names, with experts stacked: the inverse of `to_checkpoint_names`. Tensors
+    must come in the order that `to_checkpoint_names` yields."""
+    for target, members in groupby(checkpoint, lambda named: _stacked_tensor(named[0])):
+        if target is None:
+            yield from members
             continue
-        layer, kind = place
-        parts = [tensor for _, tensor in together]
+        layer, kind = target
+        parts = [tensor for _, tensor in members]
         if kind == "gate_up_proj":
             parts = [torch.cat([gate, up]) for gate, up in zip(parts[::2], parts[1::2], strict=True)]
         yield f"{layer}.{kind}", torch.stack(parts)
 
 
-def is_experts(name: str) -> bool:
-    """Whether a checkpoint's tensor is one expert's."""
+def is_expert_tensor(name: str) -> bool:
+    """True if a checkpoint tensor belongs to an expert."""
     return _EXPERT.match(name) is not None
 
 
 def expert_of(name: str) -> tuple[str, int, str] | None:
-    """Whose a checkpoint's tensor is, if it is an expert's: ("model.layers.0.mlp.experts", 3, "gate")."""
+    """Layer prefix, expert number and projection of an expert's tensor; None for other tensors.
+
+    Example: ("model.layers.0.mlp.experts", 3, "gate")
+    """
     expert = _EXPERT.match(name)
     return None if expert is None else (expert["layer"], int(expert["number"]), expert["kind"])
 
 
-def _place(name: str) -> tuple[str, str] | None:
-    """The stacked tensor that a checkpoint's tensor is part of."""
+def _stacked_tensor(name: str) -> tuple[str, str] | None:
+    """Layer prefix and name of the stacked tensor that an expert's tensor is part of; None for other tensors."""
     expert = _EXPERT.match(name)
     if expert is None:
         return None

@@ -1,5 +1,7 @@
-"""A policy as a folder that Hugging Face's `from_pretrained` reads: safetensors, config, tokenizer. Memory stays bounded:
-tensors arrive one at a time and leave in shards."""
+"""Export of a policy as a folder that Hugging Face's `from_pretrained` reads: safetensors, config and tokenizer.
+
+Memory stays bounded: tensors arrive one at a time and are written in shards.
+"""
 
 import shutil
 from collections.abc import Iterable
@@ -15,11 +17,11 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 from roll_core.config.model import ModelConfig, PretrainedModel, ScratchModel
 from roll_core.models import characters
 from roll_core.models.causal_lm import model_config
-from roll_core.models.tensor_files import ALONE, SHARD_BYTES, WriterRank, write_tensors
+from roll_core.models.tensor_files import SHARD_BYTES, SOLE_WRITER, WriterRank, write_tensors
 
 GENERATION = "generation_config.json"
-MESSAGES_AS_THEY_ARE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""The chat template of `CharacterRenderer`."""
+CONTENT_ONLY_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""Chat template that concatenates message contents without markup, as `CharacterRenderer` does."""
 
 
 def write_folder(
@@ -27,14 +29,14 @@ def write_folder(
     weights: Iterable[tuple[str, Tensor]],
     folder: Path,
     shard_bytes: int = SHARD_BYTES,
-    turn: WriterRank = ALONE,
+    writer: WriterRank = SOLE_WRITER,
 ) -> None:
-    """Write full tensors by Hugging Face name, as precise as they come, and what belongs to the model they are of.
+    """Write tensors by Hugging Face name, in the dtype they have, with the config and tokenizer of their model.
 
-    Where several write the folder, the first of them writes what is not weights.
+    Several ranks may write one folder together; rank 0 then writes the files that are not weights.
     """
-    dtype = write_tensors(weights, folder, shard_bytes, turn)
-    if turn.number > 0:
+    dtype = write_tensors(weights, folder, shard_bytes, writer)
+    if writer.rank > 0:
         return
     config = model_config(model)
     match model:
@@ -50,7 +52,8 @@ def write_folder(
 
 
 def character_tokenizer(max_positions: int) -> PreTrainedTokenizerFast:
-    """`characters` as a Hugging Face tokenizer: the same ids; a character it does not know is an error there, too."""
+    """Build `characters` as a Hugging Face tokenizer with the same token ids. An unknown character is an error there,
+    too."""
     vocabulary = {token: number for number, token in enumerate(characters.VOCABULARY)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<not a token>"))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
@@ -59,8 +62,8 @@ def character_tokenizer(max_positions: int) -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         pad_token=characters.VOCABULARY[characters.PAD],
         eos_token=characters.VOCABULARY[characters.EOS],
-        split_special_tokens=True,  # "<eos>" in a text is five characters
+        split_special_tokens=True,  # "<eos>" in a text becomes five characters
         clean_up_tokenization_spaces=False,
         model_max_length=max_positions,
-        chat_template=MESSAGES_AS_THEY_ARE,
+        chat_template=CONTENT_ONLY_TEMPLATE,
     )

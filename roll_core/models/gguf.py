@@ -1,6 +1,6 @@
-"""A GGUF file as a folder that Hugging Face's `from_pretrained` reads: quantized weights become plain float32 ones.
+"""Conversion of a GGUF file to a folder that Hugging Face's `from_pretrained` reads, with weights dequantized to float32.
 
-Run as `python -m roll_core.models.gguf FILE FOLDER`, in a process of its own: the command line holds no tensors.
+Run as `python -m roll_core.models.gguf FILE FOLDER`, in a process of its own, because the command line imports no torch.
 """
 
 import sys
@@ -13,8 +13,8 @@ from transformers.utils import logging
 
 from roll_core.errors import one_line
 
-ORIGIN = ("quantization_config", "_name_or_path", "_model_name_or_path")
-"""What a config says of the file it came from, and no longer holds."""
+SOURCE_KEYS = ("quantization_config", "_name_or_path", "_model_name_or_path")
+"""Config keys that describe the GGUF file and do not hold for the converted model."""
 
 
 def write_gguf_folder(file: Path, folder: Path) -> None:
@@ -28,8 +28,9 @@ def write_gguf_folder(file: Path, folder: Path) -> None:
 
 
 def _unquantized(read: PreTrainedModel) -> PreTrainedModel:
-    """The same tensors in a plain model: one that was read from GGUF counts as quantized, and refuses to be saved."""
-    values: dict[str, Any] = {key: value for key, value in read.config.to_dict().items() if key not in ORIGIN}
+    """Move the tensors into a plain model. A model read from GGUF counts as quantized, and transformers refuses to save
+    it."""
+    values: dict[str, Any] = {key: value for key, value in read.config.to_dict().items() if key not in SOURCE_KEYS}
     config = type(read.config).from_dict(values | {"architectures": [type(read).__name__]})
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -44,7 +45,7 @@ def _generation_config(tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
 
 
 def main(file: str, folder: str) -> int:
-    """Convert; what the file makes impossible is one line, for the command that started this."""
+    """Convert and return the exit code. An unsupported file is reported to stderr in one line, for the calling command."""
     logging.set_verbosity_error()
     try:
         write_gguf_folder(Path(file), Path(folder))

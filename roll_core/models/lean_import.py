@@ -1,23 +1,24 @@
-"""torch and transformers in a process that has just begun: what models need of them, and no more. Called by roles."""
+"""Faster import of torch and transformers in a process that has just started. Called by roles."""
 
 import gc
 
 
 def import_models() -> None:
-    """Before anything else imports transformers.
+    """Import transformers without what models do not need. Call it before any other import of transformers.
 
-    It takes scikit-learn, SciPy and pandas along where they are installed, as they are with MLflow, for ways to decode and
-    losses that nothing here uses. And there is no garbage among modules, however often a collector looks through them.
+    transformers would import scikit-learn, SciPy and pandas where they are installed, as they are with MLflow, for decoding
+    methods and losses that are unused here. Garbage collection is off meanwhile: imported modules are no garbage, so
+    scanning them is wasted time.
     """
     gc.disable()
     try:
         from transformers import utils
 
-        utils.is_sklearn_available = utils.is_scipy_available = _is_not_needed
+        utils.is_sklearn_available = utils.is_scipy_available = _not_available
         import roll_core.models.causal_lm  # noqa: F401
     finally:
         gc.enable()
 
 
-def _is_not_needed() -> bool:
+def _not_available() -> bool:
     return False

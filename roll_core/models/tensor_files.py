@@ -1,5 +1,7 @@
-"""The safetensors of a Hugging Face folder: read in parts, where a rank needs some of a tensor, and written in shards, by
-one or by several ranks. Either way memory holds one shard at most."""
+"""Reading and writing of the safetensors files of a Hugging Face folder.
+
+Ranks read only the rows and columns that they need. One or several ranks write, in shards. Memory holds one shard at most.
+"""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,22 +18,28 @@ from torch import Tensor
 from roll_core.errors import RollError
 
 SHARD_BYTES = 4 * 10**9
-"""Held in memory at once, beside the next tensor: three times the largest of those that models of 200B have."""
+"""Default shard size in bytes, held in memory beside the next tensor: three times the largest tensor of 200B-parameter
+models."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+"""File names of the shard index and of a checkpoint that has a single file."""
 
 
 class NamedTensors(Protocol):
+    """Collection of tensors by name, read in parts."""
+
     @property
     def names(self) -> Iterable[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def read(self, name: str, where: tuple[slice, ...]) -> Tensor:
-        """Rows and columns of a tensor; no more than those is read."""
+        """Read some rows and columns of a tensor, and nothing beyond them."""
         ...
 
 
 class TensorsInMemory:
+    """Tensors of a dict as NamedTensors."""
+
     def __init__(self, tensors: Mapping[str, Tensor]):
         self._tensors = tensors
 
@@ -47,12 +55,13 @@ class TensorsInMemory:
 
 
 class TensorFiles:
-    """A folder's shards. They are mapped into memory, one at a time, so that only what is asked for is read."""
+    """Safetensors files of a folder as NamedTensors. Files are memory-mapped one at a time, so only the requested parts
+    are read."""
 
     def __init__(self, folder: Path):
         self._folder = folder
         self._mapped: tuple[str, Any] | None = None
-        self._file_of = self._find()
+        self._file_of = self._map_names_to_files()
 
     @property
     def names(self) -> Iterable[str]:
@@ -64,7 +73,8 @@ class TensorFiles:
     def read(self, name: str, where: tuple[slice, ...]) -> Tensor:
         return self._slice(name)[where]
 
-    def _find(self) -> dict[str, str]:
+    def _map_names_to_files(self) -> dict[str, str]:
+        """File of each tensor, from the index or from the single file."""
         index = self._folder / INDEX
         if index.is_file():
             return json.loads(index.read_text())["weight_map"]
@@ -82,47 +92,49 @@ class TensorFiles:
 
 
 class WriterRank(NamedTuple):
-    """Which of several that write a folder together this one is. All see all tensors, and write shards in turn."""
+    """Rank of one of several processes that write a folder together. All see all tensors; each writes every
+    `num_writers`-th shard."""
 
-    number: int
-    of: int
+    rank: int
+    num_writers: int
 
 
-ALONE = WriterRank(0, 1)
+SOLE_WRITER = WriterRank(0, 1)
+"""Rank of a process that writes a folder alone."""
 
 
 def write_tensors(
-    tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int = SHARD_BYTES, turn: WriterRank = ALONE
+    tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int = SHARD_BYTES, writer: WriterRank = SOLE_WRITER
 ) -> torch.dtype:
-    """Shards of bounded size and, if there are several, their index; answers what numbers they hold."""
+    """Write shards of bounded size and, if there are several, their index. Return the dtype of the tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[tuple[str, ...]] = []
-    counted = _Counted(tensors)
-    with ThreadPoolExecutor(1) as beside:  # others need this one to gather theirs, while it writes
+    counted = _CountingTensors(tensors)
+    with ThreadPoolExecutor(1) as background:  # while it writes, other ranks need this one for gathering
         written: Future[None] | None = None
-        for number, together in groupby(_numbered(counted, shard_bytes), key=lambda each: each[0]):
-            if number % turn.of != turn.number:
-                shards.append(tuple(name for _, name, _ in together))
+        for number, members in groupby(_with_shard_number(counted, shard_bytes), key=lambda each: each[0]):
+            if number % writer.num_writers != writer.rank:
+                shards.append(tuple(name for _, name, _ in members))
                 continue
             if written is not None:
                 written.result()
-            shard = {name: tensor.detach().cpu().contiguous() for _, name, tensor in together}
+            shard = {name: tensor.detach().cpu().contiguous() for _, name, tensor in members}
             shards.append(tuple(shard))
-            written = beside.submit(save_file, shard, folder / _unnumbered(number), {"format": "pt"})
+            written = background.submit(save_file, shard, folder / _temporary_name(number), {"format": "pt"})
             del shard
         if written is not None:
             written.result()
-    for number in range(turn.number, len(shards), turn.of):
-        (folder / _unnumbered(number)).rename(folder / _numbered_file(number, len(shards)))
-    if turn.number == 0 and len(shards) > 1:
-        weight_map = {name: _numbered_file(number, len(shards)) for number, names in enumerate(shards) for name in names}
+    for number in range(writer.rank, len(shards), writer.num_writers):
+        (folder / _temporary_name(number)).rename(folder / _final_name(number, len(shards)))
+    if writer.rank == 0 and len(shards) > 1:
+        weight_map = {name: _final_name(number, len(shards)) for number, names in enumerate(shards) for name in names}
         index = {"metadata": {"total_size": counted.num_bytes}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2))
     return counted.dtype
 
 
-class _Counted:
-    """Tensors that go by, how many bytes they were, and numbers of which kind."""
+class _CountingTensors:
+    """Pass-through over a stream of tensors that records total bytes and the last dtype."""
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]):
         self._tensors = tensors
@@ -136,8 +148,9 @@ class _Counted:
             yield name, tensor
 
 
-def _numbered(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[tuple[int, str, Tensor]]:
-    """With the number of the shard that each is in. A tensor larger than a shard gets one of its own."""
+def _with_shard_number(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[tuple[int, str, Tensor]]:
+    """Yield tensors with the number of the shard that each belongs to. A tensor larger than a shard gets a shard of its
+    own."""
     number = size = 0
     for name, tensor in tensors:
         if size and size + tensor.nbytes > shard_bytes:
@@ -146,10 +159,10 @@ def _numbered(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterat
         yield number, name, tensor
 
 
-def _unnumbered(number: int) -> str:
-    """The name of a shard until it is known how many there are."""
+def _temporary_name(number: int) -> str:
+    """File name of a shard until the number of shards is known."""
     return f"shard-{number}.safetensors"
 
 
-def _numbered_file(number: int, of: int) -> str:
+def _final_name(number: int, of: int) -> str:
     return SINGLE if of == 1 else f"model-{number + 1:05d}-of-{of:05d}.safetensors"

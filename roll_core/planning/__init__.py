@@ -1,1 +1,1 @@
-"""What a run will do and whether it can, before anything is queued."""
+"""Plan of a run, made before anything is queued: what it will do, what it needs, and whether it can run."""

@@ -1,5 +1,5 @@
-"""Assumed lengths of prompts and completions, for configs of which no run was recorded. `roll plan` and `roll simulate` say so
-where they use them."""
+"""Lengths of prompts and completions that are assumed for a config without a recorded run. `roll plan` and `roll simulate`
+print where they use them."""
 
 import math
 
@@ -7,9 +7,10 @@ from roll_core.config.inference import RehearsalInference
 from roll_core.config.run import RunConfig
 
 MEDIAN_SHARE, SIGMA = 1 / 4, 0.8
-"""Lognormal completion lengths: median as a share of rollout.max_new_tokens, and sigma. One in 25 then reaches the limit."""
+"""Parameters of lognormal completion lengths: median as a share of rollout.max_new_tokens, and sigma. One completion in 25
+then reaches the limit."""
 PROMPT_SHARE = 1 / 8
-"""Mean prompt length, as a share of model.max_positions minus rollout.max_new_tokens."""
+"""Mean prompt length as a share of model.max_positions minus rollout.max_new_tokens."""
 
 
 def assumed_tokens(config: RunConfig) -> tuple[float, float]:

@@ -1,4 +1,5 @@
-"""Whether a run fits the GPUs that it is given; if not, one sentence that says what is missing and what would fit."""
+"""Memory check of a run against its GPUs. The error is one sentence that says what is missing and which settings would
+fit."""
 
 import math
 
@@ -13,12 +14,12 @@ from roll_core.planning.proposals import nearest_that_fits
 
 
 def check_memory(config: RunConfig, shape: ModelShape, device_gb: float) -> None:
-    """Raise one sentence if a run cannot fit the GPUs it is given."""
+    """Raise UserError if trainer or engines do not fit a GPU of `device_gb` GB (1e9 bytes)."""
     gpu = gpu_memory(config, shape, device_gb)
     if gpu.updating > device_gb:
         raise UserError(
             f"training: an update needs about {gpu.updating:.0f} GB of a GPU that has {device_gb:.0f}, "
-            f"{gpu.updating - device_gb:.1f} too many: {_what_would_fit(config, shape, gpu, device_gb)}"
+            f"{gpu.updating - device_gb:.1f} too many: {_suggest_fit(config, shape, gpu, device_gb)}"
         )
     if gpu.generating > device_gb:
         share = (device_gb - gpu.generating) / device_gb
@@ -35,11 +36,12 @@ def check_memory(config: RunConfig, shape: ModelShape, device_gb: float) -> None
         _check_engine(config, config.inference, shape, device_gb)
 
 
-def _what_would_fit(config: RunConfig, shape: ModelShape, gpu: GpuMemory, device_gb: float) -> str:
+def _suggest_fit(config: RunConfig, shape: ModelShape, gpu: GpuMemory, device_gb: float) -> str:
+    """Suggest settings with which an update fits, for the end of an error sentence."""
     if config.training.backend is BackendKind.MEGATRON:
         nearest = nearest_that_fits(config, shape, device_gb)
         if nearest is not None:
-            changed = changes(config, nearest.layout, nearest.recomputes)
+            changed = override_keys(config, nearest.layout, nearest.recomputes)
             return f"{' '.join(f'--set {each}' for each in changed)} fits, with {nearest.gpu_gb:.0f} GB"
     activations = trainer_memory(config, shape).activations
     most = int((device_gb - gpu.updating + activations) / activations * config.training.micro_batch_tokens)
@@ -53,8 +55,8 @@ def _what_would_fit(config: RunConfig, shape: ModelShape, gpu: GpuMemory, device
     return help + ("" if config.training.activation_checkpointing else ", or set training.activation_checkpointing=true")
 
 
-def changes(config: RunConfig, layout: LayoutConfig, recomputes: bool) -> list[str]:
-    """What to --set for a layout. Example: ["training.layout.expert=8"]"""
+def override_keys(config: RunConfig, layout: LayoutConfig, recomputes: bool) -> list[str]:
+    """Return the overrides to --set for a layout. Example: ["training.layout.expert=8"]"""
     present = config.training.layout.model_dump()
     changed = [f"training.layout.{key}={value}" for key, value in layout.model_dump().items() if value != present[key]]
     if recomputes != config.training.activation_checkpointing:
@@ -63,7 +65,7 @@ def changes(config: RunConfig, layout: LayoutConfig, recomputes: bool) -> list[s
 
 
 def _check_engine(config: RunConfig, inference: VllmInference, shape: ModelShape, device_gb: float) -> None:
-    """Weights and the longest sequence fit an engine's GPUs."""
+    """Raise UserError if the weights and one sequence of model.max_positions tokens do not fit an engine's GPUs."""
     engine = engine_memory(inference, shape, device_gb)
     if engine.cached_tokens >= config.model.max_positions:
         return

@@ -1,4 +1,5 @@
-"""Whether a model can be cut as a layout says. Raises one sentence with the key, and with values that work."""
+"""Divisibility checks of a model by `training.layout`. Each error is one sentence with the key, and with values that
+work."""
 
 from collections.abc import Callable
 
@@ -8,27 +9,29 @@ from roll_core.errors import UserError
 
 
 def check_divides(layout: LayoutConfig, shape: ModelShape) -> None:
-    """Raise the first of `faults_of`."""
-    if fault := next(iter(faults_of(layout, shape)), None):
+    """Raise UserError with the first of `layout_faults`, if any."""
+    if fault := next(iter(layout_faults(layout, shape)), None):
         raise UserError(fault)
 
 
 def tensor_divides(size: int, shape: ModelShape) -> bool:
-    """Heads, and the inside of MLPs that are not experts; a vocabulary is filled up."""
+    """Return True if `size` divides the heads and, in a model without experts, the width inside the MLPs. The vocabulary is
+    padded, so any size divides it."""
     inside = 0 if shape.experts else shape.intermediate
     return not (shape.heads % size or shape.kv_heads % size or inside % size)
 
 
-def faults_of(layout: LayoutConfig, shape: ModelShape) -> list[str]:
+def layout_faults(layout: LayoutConfig, shape: ModelShape) -> list[str]:
+    """Return one sentence for each key of the layout that does not divide the model, with values that do."""
     checks: tuple[tuple[str, int, str, Callable[[int], bool]], ...] = (
-        ("tensor", layout.tensor, _what_tensor_divides(shape), lambda n: tensor_divides(n, shape)),
+        ("tensor", layout.tensor, _describe_tensor_dimensions(shape), lambda n: tensor_divides(n, shape)),
         (
             "pipeline",
             layout.pipeline,
             f"the model's {shape.layers} layers"
             + (f" into {layout.virtual_pipeline} chunks a stage" if layout.virtual_pipeline > 1 else "")
             + ", or those and one for the embedding and one for the output layer",
-            lambda n: _cut(layout, n).layers_of_chunks(shape.layers) is not None,
+            lambda n: _with_stages(layout, n).layers_of_chunks(shape.layers) is not None,
         ),
         (
             "expert",
@@ -46,25 +49,26 @@ def faults_of(layout: LayoutConfig, shape: ModelShape) -> list[str]:
         ),
     )
     return [
-        f"training.layout.{key} ({value}) must divide {what}: {_near(value, works)}"
-        for key, value, what, works in checks
-        if not works(value)
+        f"training.layout.{key} ({value}) must divide {what}: {_suggest_values(value, is_valid)}"
+        for key, value, what, is_valid in checks
+        if not is_valid(value)
     ]
 
 
-def _cut(layout: LayoutConfig, num_stages: int) -> LayoutConfig:
-    """Into so many stages; one stage is one chunk."""
+def _with_stages(layout: LayoutConfig, num_stages: int) -> LayoutConfig:
+    """Return the layout with this many pipeline stages; a single stage has one chunk."""
     chunks = layout.virtual_pipeline if num_stages > 1 else 1
     return layout.model_copy(update={"pipeline": num_stages, "virtual_pipeline": chunks})
 
 
-def _what_tensor_divides(shape: ModelShape) -> str:
+def _describe_tensor_dimensions(shape: ModelShape) -> str:
+    """Describe what `training.layout.tensor` must divide, for an error sentence."""
     heads = f"the model's {shape.heads} heads and {shape.kv_heads} key-value heads"
     return heads if shape.experts else f"{heads}, and the {shape.intermediate} features inside its MLPs"
 
 
-def _near(value: int, works: Callable[[int], bool]) -> str:
-    """Values that work, the nearest below and above. Example: set it to 8 or 16"""
-    below = next((n for n in range(value, 0, -1) if works(n)), None)
-    above = next((n for n in range(value, 4 * value) if works(n)), None)
+def _suggest_values(value: int, is_valid: Callable[[int], bool]) -> str:
+    """Suggest the nearest valid values below and above. Example: set it to 8 or 16"""
+    below = next((n for n in range(value, 0, -1) if is_valid(n)), None)
+    above = next((n for n in range(value, 4 * value) if is_valid(n)), None)
     return "set it to " + " or ".join(str(n) for n in (below, above) if n is not None)

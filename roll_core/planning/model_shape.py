@@ -1,4 +1,4 @@
-"""The sizes of a model, and how many weights that makes: all that planning needs to know of it."""
+"""Sizes of a model and its number of weights: all that planning needs to know of it."""
 
 import json
 from dataclasses import dataclass
@@ -13,20 +13,24 @@ from roll_core.models.characters import VOCABULARY
 
 @dataclass(frozen=True)
 class Parameters:
-    """How many weights there are, by kind. Example, Qwen3-30B-A3B: Parameters(embedding=311_164_928, attention=905_969_664,
-    mlp=0, experts=28_991_029_248, router=12_582_912, norms=210_944, head=311_164_928, active_experts=1_811_939_328)"""
+    """Number of weights by kind.
+
+    Example, Qwen3-30B-A3B: Parameters(embedding=311_164_928, attention=905_969_664, mlp=0, experts=28_991_029_248,
+    router=12_582_912, norms=210_944, head=311_164_928, active_experts=1_811_939_328)
+    """
 
     embedding: int
     attention: int
     mlp: int
-    """Of dense layers."""
+    """MLPs of dense layers."""
     experts: int
+    """All experts of a mixture of experts."""
     router: int
     norms: int
     head: int
-    """Output layer; none where it is the embedding."""
+    """Output layer; 0 if it is tied to the embedding."""
     active_experts: int
-    """Of `experts`, those that a token goes through."""
+    """Weights of the experts that one token goes through."""
 
     @property
     def total(self) -> int:
@@ -34,12 +38,13 @@ class Parameters:
 
     @property
     def active(self) -> int:
-        """That a token goes through, as the names of models count them."""
+        """Weights that one token goes through, as in the names of models (3B of Qwen3-30B-A3B)."""
         return self.total - self.experts + self.active_experts
 
 
 @cache
 def parameters_of(shape: ModelShape) -> Parameters:
+    """Count the weights of a model."""
     layer = layer_parameters(shape)
     embedding = shape.vocabulary * shape.hidden
     return Parameters(
@@ -56,7 +61,7 @@ def parameters_of(shape: ModelShape) -> Parameters:
 
 @cache
 def layer_parameters(shape: ModelShape) -> Parameters:
-    """Of one layer."""
+    """Count the weights of one layer."""
     matrices = 3 * shape.hidden * shape.intermediate  # gate, up and down
     return Parameters(
         embedding=0,
@@ -71,7 +76,7 @@ def layer_parameters(shape: ModelShape) -> Parameters:
 
 
 def lora_parameters(shape: ModelShape, lora: LoraConfig) -> int:
-    """Weights that are added to a model, and learn."""
+    """Count the weights that LoRA adds to a model and trains."""
     hidden, queries, keys = shape.hidden, shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     features = {
         LoraTarget.QUERY: hidden + queries,
@@ -85,7 +90,7 @@ def lora_parameters(shape: ModelShape, lora: LoraConfig) -> int:
 
 
 def shape_of(model: ModelConfig) -> ModelShape | None:
-    """As the folder has it, else as the config says; None for a model that is not here and has no `model.shape`."""
+    """Read the shape from the model's folder, else from `model.shape`; return None if neither is there."""
     match model:
         case ScratchModel():
             is_mixture = model.architecture is Architecture.QWEN3_MOE
@@ -103,24 +108,25 @@ def shape_of(model: ModelConfig) -> ModelShape | None:
                 experts_per_token=model.experts_per_token if is_mixture else 1,
             )
         case PretrainedModel():
-            described = Path(model.path) / "config.json"
-            return _read(json.loads(described.read_text())) if described.is_file() else model.shape
+            hf_config = Path(model.path) / "config.json"
+            return _shape_from_hf_config(json.loads(hf_config.read_text())) if hf_config.is_file() else model.shape
 
 
-def _read(described: dict[str, Any]) -> ModelShape:
-    """What Hugging Face says of a model of the Llama or Qwen3 kind."""
-    hidden, heads = described["hidden_size"], described["num_attention_heads"]
-    experts = described.get("num_experts", described.get("num_local_experts", 0))  # published, and saved by transformers 5
+def _shape_from_hf_config(hf_config: dict[str, Any]) -> ModelShape:
+    """Read the shape from a Hugging Face config.json of the Llama or Qwen3 family."""
+    hidden, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
+    # Published configs have "num_experts"; transformers 5 saves "num_local_experts".
+    experts = hf_config.get("num_experts", hf_config.get("num_local_experts", 0))
     return ModelShape(
         hidden=hidden,
-        intermediate=described["moe_intermediate_size" if experts else "intermediate_size"],
-        layers=described["num_hidden_layers"],
+        intermediate=hf_config["moe_intermediate_size" if experts else "intermediate_size"],
+        layers=hf_config["num_hidden_layers"],
         heads=heads,
-        kv_heads=described.get("num_key_value_heads", heads),
-        head_size=described.get("head_dim") or hidden // heads,
-        vocabulary=described["vocab_size"],
-        is_tied=described.get("tie_word_embeddings", False),
-        has_head_norms=described.get("model_type", "").startswith("qwen3"),
+        kv_heads=hf_config.get("num_key_value_heads", heads),
+        head_size=hf_config.get("head_dim") or hidden // heads,
+        vocabulary=hf_config["vocab_size"],
+        is_tied=hf_config.get("tie_word_embeddings", False),
+        has_head_norms=hf_config.get("model_type", "").startswith("qwen3"),
         experts=experts,
-        experts_per_token=described.get("num_experts_per_tok", 1) if experts else 1,
+        experts_per_token=hf_config.get("num_experts_per_tok", 1) if experts else 1,
     )

@@ -1,4 +1,5 @@
-"""A run, described: what `roll plan` prints. Reads the config and what it says of the model and the GPUs; writes nothing."""
+"""Description of a run, which `roll plan` prints. Reads the config, and the sizes of the model and the GPUs; writes
+nothing."""
 
 import math
 from dataclasses import dataclass
@@ -13,24 +14,27 @@ from roll_core.config.run import RunConfig
 from roll_core.config.training.layout import LayoutConfig
 from roll_core.config.training.training import BackendKind
 from roll_core.planning.assumptions import assumed_tokens
-from roll_core.planning.fits import changes
+from roll_core.planning.fits import override_keys
 from roll_core.planning.memory import device_memory_gb, engine_memory, gpu_memory, trainer_memory
 from roll_core.planning.model_shape import parameters_of, shape_of
 from roll_core.planning.proposals import Proposal, propose
-from roll_core.planning.time_model import checkpoint_bytes, iteration_time, sync_bytes
+from roll_core.planning.time_model import checkpoint_bytes, iteration_time, publish_bytes
 from roll_core.types.refs import digest_of
 
 NUM_PROPOSALS = 5
+"""Layouts listed, fastest first."""
 
 
 @dataclass(frozen=True)
 class PlanSection:
+    """Section of a plan: a title, and rows of a label and a text."""
+
     title: str
     rows: tuple[tuple[str, str], ...]
 
 
 def describe_plan(config: RunConfig) -> list[PlanSection]:
-    """The decision first, where model and GPUs are known."""
+    """Describe a run, section by section. A summary comes first if the model's shape and the GPUs' memory are known."""
     shape = shape_of(config.model)
     plain = [_run(config), _stages(config), _roles(config), _arithmetic(config)]
     if shape is None or config.cluster.device is not DeviceKind.CUDA:
@@ -40,17 +44,18 @@ def describe_plan(config: RunConfig) -> list[PlanSection]:
     if device_gb is not None:
         is_megatron = config.training.backend is BackendKind.MEGATRON
         proposals = propose(config, shape, device_gb) if is_megatron else []
-        sections = [_in_short(config, shape, device_gb, proposals), *sections]
+        sections = [_summary(config, shape, device_gb, proposals), *sections]
         if is_megatron:
             sections.append(_proposals(proposals, device_gb))
     return [*sections, _surroundings(config)]
 
 
-def _in_short(config: RunConfig, shape: ModelShape, device_gb: float, proposals: list[Proposal]) -> PlanSection:
+def _summary(config: RunConfig, shape: ModelShape, device_gb: float, proposals: list[Proposal]) -> PlanSection:
+    """Memory, layout, seconds of an iteration and GPU-hours of the run."""
     gpu, time = gpu_memory(config, shape, device_gb), iteration_time(config, shape, device_gb)
     stages = {"collect": time.collect, "prepare": time.prepare, "update": time.update.total, "publish": time.publish}
     parts = " + ".join(f"{name} {seconds:.0f}" for name, seconds in stages.items())
-    beside = ", collect beside the rest" if time.is_ahead else ""
+    beside = ", collect beside the rest" if time.is_overlapped else ""
     hours = config.iterations * time.total / 3600
     prompt, completion = assumed_tokens(config)
     rows = [
@@ -67,17 +72,17 @@ def _in_short(config: RunConfig, shape: ModelShape, device_gb: float, proposals:
     ]
     if config.training.backend is BackendKind.MEGATRON:
         layout, ranks = config.training.layout, len(config.placement.trainer)
-        sizes = f"{describe_layout(layout)}, data {layout.data(ranks)}"
-        rows.insert(1, ("layout", f"{sizes}: {_compared(config, time.update.total, proposals)}"))
+        sizes = f"{describe_layout(layout)}, data {layout.data_parallel_size(ranks)}"
+        rows.insert(1, ("layout", f"{sizes}: {_compare_with_best(config, time.update.total, proposals)}"))
     return PlanSection("in short (times are estimates)", tuple(rows))
 
 
-def _compared(config: RunConfig, seconds: float, proposals: list[Proposal]) -> str:
-    """With the quickest layout that there is."""
+def _compare_with_best(config: RunConfig, seconds: float, proposals: list[Proposal]) -> str:
+    """Compare the seconds of the config's updates with the fastest layout."""
     best = proposals[0] if proposals else None
     if best is None or best.update.total > 0.98 * seconds:
         return "none is quicker by more than 2 %"
-    settings = " ".join(f"--set {each}" for each in changes(config, best.layout, best.recomputes))
+    settings = " ".join(f"--set {each}" for each in override_keys(config, best.layout, best.recomputes))
     return f"updates would be {seconds / best.update.total:.2f} times as quick with {settings}"
 
 
@@ -96,6 +101,7 @@ def _run(config: RunConfig) -> PlanSection:
 
 
 def _signals(config: RunConfig) -> str:
+    """Signals that are computed before the update."""
     algorithm = config.algorithm
     signals = algorithm.credit_signals | config.fallback_algorithm.loss_signals(config.training.steps_per_iteration)
     before = ", ".join(sorted(signals)) or "none: nothing is computed before the update"
@@ -131,7 +137,7 @@ def _stages(config: RunConfig) -> PlanSection:
 
 
 def _sampling(rollout: RolloutConfig) -> list[tuple[str, str]]:
-    """What is drawn beyond the batch, or ahead of it, where anything is."""
+    """Rows about problems that are drawn beyond the batch or ahead of training; empty if there are none."""
     rows = []
     if rollout.filter is not None:
         conditions = ", ".join(
@@ -176,12 +182,14 @@ def _roles(config: RunConfig) -> PlanSection:
 
 
 def _legs(legs: LegsConfig) -> str:
-    """Example: slurm, 1440 min each, one after the other; at most 2 in a row that fail, 20 that are interrupted"""
+    """Describe the legs and their limits.
+    Example: slurm, 1440 min each, one after the other; at most 2 in a row that fail, 20 that are interrupted"""
     limits = f"at most {legs.max_failures} in a row that fail, {legs.max_interruptions} that are interrupted"
     return f"{legs.launcher.kind}, {legs.time_limit_minutes} min each, one after the other; {limits}"
 
 
 def _elastic(config: RunConfig) -> list[tuple[str, str]]:
+    """Row about elastic nodes; empty without `legs.elastic`."""
     elastic = config.legs.elastic
     if elastic is None:
         return []
@@ -190,6 +198,7 @@ def _elastic(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _devices(devices: tuple[int, ...]) -> str:
+    """Describe device numbers. Example: devices 0-7"""
     consecutive = len(devices) > 2 and list(devices) == list(range(devices[0], devices[-1] + 1))
     return f"devices {devices[0]}-{devices[-1]}" if consecutive else f"device {', '.join(map(str, devices))}"
 
@@ -214,7 +223,7 @@ def _arithmetic(config: RunConfig) -> PlanSection:
 
 
 def _memory(config: RunConfig, shape: ModelShape, device_gb: float | None) -> PlanSection:
-    """Of the fullest GPU that trains, and of one that generates."""
+    """Memory by use, on the fullest GPU of the trainer and on a GPU of an engine."""
     trainer = trainer_memory(config, shape)
     rows = [
         ("weights", _gb(trainer.weights)),
@@ -233,7 +242,9 @@ def _memory(config: RunConfig, shape: ModelShape, device_gb: float | None) -> Pl
     where = f", on stage {trainer.stage} of {stages}" if stages > 1 else ""
     rows.append(("updating", f"{_gb(gpu.updating)} of {device_gb:.1f}{where}"))
     if config.placement.shared:
-        waits = ", trainer in host memory" if config.training.offload else f", {trainer.kept:.1f} of them the trainer's"
+        waits = (
+            ", trainer in host memory" if config.training.offload else f", {trainer.resident_gb:.1f} of them the trainer's"
+        )
         rows.append(("generating", f"{_gb(gpu.generating)} of {device_gb:.1f}{waits}"))
     if isinstance(config.inference, VllmInference):
         engine = engine_memory(config.inference, shape, device_gb)
@@ -250,7 +261,7 @@ def _gb(amount: float) -> str:
 
 
 def _weights(config: RunConfig, shape: ModelShape) -> PlanSection:
-    """Where they are, by kind, and what becomes of them."""
+    """Number of weights by kind, and the size of a published version and of a checkpoint."""
     parameters = parameters_of(shape)
     rows = [
         (kind, f"{getattr(parameters, kind) / 1e6:12,.1f} M")
@@ -260,7 +271,7 @@ def _weights(config: RunConfig, shape: ModelShape) -> PlanSection:
     total = f"{parameters.total / 1e6:12,.1f} M"
     if shape.experts:
         total += f", {parameters.active / 1e6:,.1f} M of them for a token"
-    sync, checkpoint = sync_bytes(config, shape), checkpoint_bytes(config, shape)
+    sync, checkpoint = publish_bytes(config, shape), checkpoint_bytes(config, shape)
     stay = config.checkpoint.keep_last
     return PlanSection(
         "weights",
@@ -274,7 +285,7 @@ def _weights(config: RunConfig, shape: ModelShape) -> PlanSection:
 
 
 def _proposals(proposals: list[Proposal], device_gb: float) -> PlanSection:
-    """The quickest, by what to --set; those keys that are not named are 1."""
+    """Table of the fastest layouts, described by the keys to --set; keys that are not named are 1."""
     rows = []
     for proposal in proposals[:NUM_PROPOSALS]:
         sizes = describe_layout(proposal.layout) + (", recomputed" if proposal.recomputes else "")
@@ -287,7 +298,7 @@ def _proposals(proposals: list[Proposal], device_gb: float) -> PlanSection:
 
 
 def describe_layout(layout: LayoutConfig) -> str:
-    """Example: tensor 4, pipeline 8, expert 8"""
+    """Describe a layout by its sizes above 1. Example: tensor 4, pipeline 8, expert 8"""
     sizes = ", ".join(f"{key} {size}" for key, size in layout.model_dump().items() if size > 1)
     return sizes or "every rank has all"
 

@@ -1,4 +1,5 @@
-"""Checks that need the machine, not only the config: files, folders, devices, whether prompts fit. Each names its key."""
+"""Checks of a config that need the machine or the store: files, folders, devices, prompt lengths, checkpoints. Each error
+names its key."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ from roll_core.config.model import PretrainedModel
 from roll_core.config.operations.legs import SlurmLauncherConfig
 from roll_core.config.operations.placement import DeviceKind
 from roll_core.config.run import RunConfig
-from roll_core.config.training.lora import IN_ATTENTION
+from roll_core.config.training.lora import ATTENTION_TARGETS
 from roll_core.config.training.training import BackendKind
 from roll_core.data.problem_source import build_source
 from roll_core.errors import UserError
@@ -30,7 +31,7 @@ from roll_core.store.records.runs import find_run, read_config
 
 
 def check_ready(config: RunConfig) -> None:
-    """Raise one sentence about the first thing that would make the run fail later."""
+    """Raise UserError about the first thing that would make the run fail later."""
     if isinstance(config.model, PretrainedModel):
         _check_model("model.path", Path(config.model.path))
         _check_shape(config.model)
@@ -38,15 +39,15 @@ def check_ready(config: RunConfig) -> None:
         require("megatron", Extra.MEGATRON, "training.backend megatron")
     check_layout(config)
     check_experts(config)
-    check_targets(config)
+    check_lora_targets(config)
     _check_devices(config)
     _check_engine(config)
-    check_room(config)
-    build_reward(config.reward)  # what it needs is installed
+    check_fits(config)
+    build_reward(config.reward)  # raises if a package is missing
     _check_prompts(config)
     _check_domains(config)
     if config.rollout.filter is not None:
-        build_filter(config.rollout.filter)  # its predicate can be imported
+        build_filter(config.rollout.filter)  # raises if its predicate cannot be imported
     ObjectStore(config.store.uri).check_writable()
     check_origins(config)
     _check_folder("work_dir", Path(config.work_dir))
@@ -55,21 +56,23 @@ def check_ready(config: RunConfig) -> None:
 
 
 def check_origins(config: RunConfig) -> None:
-    """Raise one sentence if a checkpoint that the run goes on or learns from is not there."""
+    """Raise UserError if a checkpoint that the run forks from, or learns from, does not exist or does not match."""
     _check_teachers(config)
     _check_fork(config)
 
 
 def _check_model(key: str, folder: Path) -> None:
+    """Raise UserError if the folder has no Hugging Face model."""
     if not (folder / "config.json").is_file():
         hint = f": roll models import {folder.name} --to {folder}" if folder.name in PACKAGED else ""
         raise UserError(f"{key}: no Hugging Face model in {folder} (config.json is missing){hint}")
 
 
 def _check_shape(model: PretrainedModel) -> None:
-    there = shape_of(model)
-    if model.shape is not None and there is not None and model.shape != there:
-        said, found = model.shape.model_dump(), there.model_dump()
+    """Raise UserError if `model.shape` differs from the config.json in the model's folder."""
+    stored = shape_of(model)
+    if model.shape is not None and stored is not None and model.shape != stored:
+        said, found = model.shape.model_dump(), stored.model_dump()
         key = next(key for key in said if said[key] != found[key])
         raise UserError(
             f"model.shape.{key} ({said[key]}): config.json in {model.path} says {found[key]}: change it, or leave "
@@ -78,6 +81,7 @@ def _check_shape(model: PretrainedModel) -> None:
 
 
 def _check_devices(config: RunConfig) -> None:
+    """Raise UserError if this machine has no sbatch for a SLURM launcher, or too few GPUs for a local one."""
     cluster = config.cluster
     if isinstance(config.legs.launcher, SlurmLauncherConfig):
         if shutil.which("sbatch") is None:
@@ -96,6 +100,7 @@ def _check_devices(config: RunConfig) -> None:
 
 
 def _check_engine(config: RunConfig) -> None:
+    """Raise UserError if vLLM is missing or unsupported, or cannot run the model on a CPU."""
     if not isinstance(config.inference, VllmInference):
         return
     check_version()
@@ -106,7 +111,7 @@ def _check_engine(config: RunConfig) -> None:
 
 
 def check_layout(config: RunConfig) -> None:
-    """Raise one sentence if the model, where it is known, cannot be cut as the config says."""
+    """Raise UserError if the trainer's or the engines' layout does not divide the model. Skipped if the shape is unknown."""
     shape = shape_of(config.model)
     if shape is None:
         return
@@ -117,31 +122,32 @@ def check_layout(config: RunConfig) -> None:
 
 
 def check_experts(config: RunConfig) -> None:
-    """Raise one sentence if the config is about experts that the model, where it is known, does not have."""
-    shape, key = shape_of(config.model), config.training.routing.needs_experts
+    """Raise UserError if `training.experts` needs experts that the model does not have. Skipped if the shape is unknown."""
+    shape, key = shape_of(config.model), config.training.routing.moe_only_key
     if shape is not None and not shape.experts and key is not None:
         raise UserError(f"training.experts.{key}: the model has no experts: leave it out, or train a mixture")
 
 
-def check_targets(config: RunConfig) -> None:
-    """Raise one sentence if nothing of the model, where it is known, would learn."""
+def check_lora_targets(config: RunConfig) -> None:
+    """Raise UserError if `training.lora.targets` leaves nothing to train. Skipped if the shape is unknown."""
     shape, lora = shape_of(config.model), config.training.lora
-    if lora is not None and shape is not None and shape.experts and IN_ATTENTION.isdisjoint(lora.targets):
+    if lora is not None and shape is not None and shape.experts and ATTENTION_TARGETS.isdisjoint(lora.targets):
         raise UserError(
             f"training.lora.targets ({', '.join(lora.targets)}): experts of a mixture are no linear layers, so nothing "
-            f"would learn: add {', '.join(sorted(IN_ATTENTION))}"
+            f"would learn: add {', '.join(sorted(ATTENTION_TARGETS))}"
         )
 
 
-def check_room(config: RunConfig) -> None:
-    """Raise one sentence if model and batch, where both the model and the GPUs are known, do not fit."""
+def check_fits(config: RunConfig) -> None:
+    """Raise UserError if model and batch do not fit the GPUs. Skipped if the shape or the GPUs' memory is unknown."""
     shape, device_gb = shape_of(config.model), device_memory_gb(config.cluster)
     if config.cluster.device is DeviceKind.CUDA and shape is not None and device_gb is not None:
         check_memory(config, shape, device_gb)
 
 
 def _check_prompts(config: RunConfig) -> None:
-    """Render every held-out problem and as many training problems as one iteration takes."""
+    """Raise UserError if a prompt cannot be rendered or is too long. Renders every held-out problem, and as many training
+    problems as one iteration takes."""
     source, renderer = build_source(config.problems, config.seed), build_renderer(config.model)
     problems = source.held_out(config.evaluation.num_problems)
     problems += [source.problem(index) for index in range(config.rollout.num_groups)]
@@ -158,7 +164,7 @@ def _check_prompts(config: RunConfig) -> None:
 
 
 def _check_domains(config: RunConfig) -> None:
-    """A domain that no problem has would be a setting that does nothing."""
+    """Raise UserError if a domain in the config is that of no problem: the setting would do nothing."""
     named = {"algorithm.domains": set(config.algorithm.domains)}
     if isinstance(config.algorithm, Distillation):
         for number, teacher in enumerate(config.algorithm.teachers):
@@ -170,19 +176,21 @@ def _check_domains(config: RunConfig) -> None:
 
 
 def _check_teachers(config: RunConfig) -> None:
+    """Raise UserError if a teacher's checkpoint or model folder does not exist or does not match."""
     if not isinstance(config.algorithm, Distillation):
         return
     for number, teacher in enumerate(config.algorithm.teachers):
         key = f"algorithm.teachers.{number}"
         match teacher:
             case RunTeacher():
-                checkpoint_iteration(config, teacher, key)
+                teacher_iteration(config, teacher, key)
             case PretrainedTeacher(model=model):
                 if isinstance(model, PretrainedModel):
                     _check_model(f"{key}.model.path", Path(model.path))
 
 
 def _check_fork(config: RunConfig) -> None:
+    """Raise UserError if the parent run has no such checkpoint, or its config does not match the fork's."""
     origin = config.forked_from
     if origin is None:
         return
@@ -202,30 +210,32 @@ def _check_fork(config: RunConfig) -> None:
             f"training.experts.freeze_router: {origin.run_id} left its routers as they were, and its checkpoints have no "
             "optimizer state of them: set it to true, or start a new run"
         )
-    there = checkpoint_iterations(store, origin.run_id)
-    if origin.iteration not in there:
+    stored = checkpoint_iterations(store, origin.run_id)
+    if origin.iteration not in stored:
         raise UserError(
-            f"forked_from.iteration: {origin.run_id} has no checkpoint of iteration {origin.iteration}; it has {there[-8:]}"
+            f"forked_from.iteration: {origin.run_id} has no checkpoint of iteration {origin.iteration}; it has {stored[-8:]}"
         )
 
 
 def with_teachers_pinned(config: RunConfig) -> RunConfig:
-    """The config with every run that teaches named by iteration, so that each leg and each rank learns from the same."""
+    """Return the config with an iteration for every teacher that is a run, so that all legs and ranks learn from the same
+    checkpoint."""
     algorithm = config.algorithm
     if not isinstance(algorithm, Distillation):
         return config
     pinned: list[TeacherConfig] = []
     for number, teacher in enumerate(algorithm.teachers):
         if isinstance(teacher, RunTeacher):
-            iteration = checkpoint_iteration(config, teacher, f"algorithm.teachers.{number}")
+            iteration = teacher_iteration(config, teacher, f"algorithm.teachers.{number}")
             pinned.append(teacher.model_copy(update={"iteration": iteration}))
         else:
             pinned.append(teacher)
     return config.model_copy(update={"algorithm": algorithm.model_copy(update={"teachers": tuple(pinned)})})
 
 
-def checkpoint_iteration(config: RunConfig, teacher: RunTeacher, key: str) -> int:
-    """The iteration whose checkpoint teaches, if there is one of this run's model."""
+def teacher_iteration(config: RunConfig, teacher: RunTeacher, key: str) -> int:
+    """Return the iteration of the checkpoint that teaches, by default the newest. Raise UserError if there is none, or if it
+    is of another model."""
     store = ObjectStore(config.store.uri)
     run = find_run(store, teacher.run_id, f"{key}.run_id")
     if read_config(run).model != config.model:
@@ -234,17 +244,18 @@ def checkpoint_iteration(config: RunConfig, teacher: RunTeacher, key: str) -> in
         raise UserError(
             f"{key}.run_id: {teacher.run_id} has another training.lora: export its policy (roll export), and name the folder"
         )
-    there = checkpoint_iterations(store, teacher.run_id)
-    if not there:
+    stored = checkpoint_iterations(store, teacher.run_id)
+    if not stored:
         raise UserError(f"{key}.run_id: {teacher.run_id} has no checkpoint yet: wait for it or name another run")
-    if teacher.iteration is not None and teacher.iteration not in there:
+    if teacher.iteration is not None and teacher.iteration not in stored:
         raise UserError(
-            f"{key}.iteration: {teacher.run_id} has no checkpoint of iteration {teacher.iteration}; it has {there[-8:]}"
+            f"{key}.iteration: {teacher.run_id} has no checkpoint of iteration {teacher.iteration}; it has {stored[-8:]}"
         )
-    return there[-1] if teacher.iteration is None else teacher.iteration
+    return stored[-1] if teacher.iteration is None else teacher.iteration
 
 
 def _check_folder(key: str, folder: Path) -> None:
+    """Raise UserError if the folder cannot be created or written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".probe"

@@ -1,1 +1,1 @@
-"""Pages a person looks at, made from manifests."""
+"""Reports about runs, computed from manifests, stage logs and traces: HTML pages, goodput, and the nightly verdict."""

@@ -1,6 +1,6 @@
-"""Who was busy when: stages and traces of attempts, as levels over time and as the few numbers that sum them up.
+"""Activity of trainer, engines and graders over time: step functions from stage logs and attempt traces, and a summary.
 
-Pure; `timeline.py` draws what this counts, and whoever predicts a run's speed compares with the same numbers.
+Pure functions. `timeline.py` draws the step functions; the simulator compares its predictions with the summary.
 """
 
 import bisect
@@ -15,18 +15,18 @@ from roll_core.reporting.stage_log import Edge, StageEvent
 from roll_core.types.trace import AttemptTrace, Fate
 
 Interval = tuple[float, float]
-"""From when until when, in seconds since the epoch."""
-CLOCKS_APART_S = 0.1
-"""How far the clocks of the driver and the rollout scheduler may be apart; no iteration is as short."""
+"""Begin and end, in seconds since the epoch."""
+MAX_CLOCK_SKEW_S = 0.1
+"""Largest tolerated skew, in seconds, between the clocks of driver and rollout scheduler; iterations are longer."""
 TRAINING = ("prepare", "update_critic", "update")
-"""Stages in which the trainer computes; in the others it waits."""
+"""Stages in which the trainer computes; in all others it waits."""
 
 
 @dataclass(frozen=True)
-class Levels:
-    """A number that changes at times: `levels[i]` holds from `times[i]` on. Before the first time it is 0.
+class StepFunction:
+    """Step function of time: `levels[i]` holds from `times[i]` to `times[i + 1]`. Before the first time it is 0.
 
-    Example: Levels(times=[0.0, 1.0, 3.0], levels=[2.0, 1.0, 0.0]) is two things for a second, then one for two.
+    Example: StepFunction(times=[0.0, 1.0, 3.0], levels=[2.0, 1.0, 0.0]) counts two things for a second, then one for two.
     """
 
     times: NDArray[np.float64]
@@ -34,41 +34,46 @@ class Levels:
 
     @property
     def peak(self) -> int:
+        """Highest level."""
         return int(self.levels.max())
 
     def mean(self, window: Interval) -> float:
+        """Time-weighted mean level in a window; 0 if the window is empty."""
         begin, end = window
         return float(self.area(np.array([begin]), np.array([end]))[0]) / (end - begin) if end > begin else 0.0
 
     def area(self, begins: NDArray[np.float64], ends: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Level times seconds, from each beginning to its end."""
+        """Integral of the level, in level times seconds, from each begin to its end."""
         until = np.concatenate([[0.0], np.cumsum(self.levels[:-1] * np.diff(self.times))])
         return np.interp(ends, self.times, until) - np.interp(begins, self.times, until)
 
-    def coarse(self, window: Interval, num_columns: int) -> "Levels":
-        """Means over columns of equal width: the same area in fewer numbers."""
+    def downsampled(self, window: Interval, num_columns: int) -> "StepFunction":
+        """Return the means over `num_columns` columns of equal width: the same area in fewer steps."""
         edges = np.linspace(*window, num_columns + 1)
-        return Levels(edges, np.append(self.area(edges[:-1], edges[1:]) / np.diff(edges), 0.0))
+        return StepFunction(edges, np.append(self.area(edges[:-1], edges[1:]) / np.diff(edges), 0.0))
 
-    def busy(self) -> "Levels":
-        """1 where this is above 0."""
-        return Levels(self.times, (self.levels > 0).astype(float))
+    def busy(self) -> "StepFunction":
+        """Step function that is 1 where this one is above 0, else 0."""
+        return StepFunction(self.times, (self.levels > 0).astype(float))
 
 
-def count_over_time(intervals: Iterable[Interval]) -> Levels:
-    """How many of these are open at any time."""
+def count_over_time(intervals: Iterable[Interval]) -> StepFunction:
+    """Count the open intervals at every time."""
     begins_and_ends = np.array([(begin, end) for begin, end in intervals if end > begin]).reshape(-1, 2)
     if not len(begins_and_ends):
-        return Levels(np.zeros(1), np.zeros(1))
+        return StepFunction(np.zeros(1), np.zeros(1))
     times, places = np.unique(begins_and_ends, return_inverse=True)
     begun, ended = (np.bincount(column, minlength=len(times)) for column in places.reshape(-1, 2).T)
-    return Levels(times, np.cumsum(begun - ended).astype(float))
+    return StepFunction(times, np.cumsum(begun - ended).astype(float))
 
 
-# -------------------------------------------------------------------------------------------------- what was open when
+# -------------------------------------------------------------------------------------------------- intervals
 @dataclass(frozen=True)
 class StageSpan:
-    """Example: StageSpan(stage="update", name="update 3", iteration=3, begin=1763200005.1, end=1763200006.4)"""
+    """Stage from begin to end, in seconds since the epoch.
+
+    Example: StageSpan(stage="update", name="update 3", iteration=3, begin=1763200005.1, end=1763200006.4)
+    """
 
     stage: str
     name: str
@@ -78,7 +83,7 @@ class StageSpan:
 
 
 def stage_spans(events: Sequence[StageEvent]) -> list[StageSpan]:
-    """Stages from their beginning to their end, in order. One that was cut short has no end, and is left out."""
+    """Pair the begin and end events of stages, sorted by begin. A stage that was cut short has no end and is left out."""
     begun: dict[str, StageEvent] = {}
     spans = []
     for event in events:
@@ -91,7 +96,7 @@ def stage_spans(events: Sequence[StageEvent]) -> list[StageSpan]:
 
 
 def iterations_of(spans: Sequence[StageSpan]) -> dict[int, Interval]:
-    """From the first stage of an iteration to the end of its last, by number."""
+    """Interval of each iteration, by number: from the begin of its first stage to the end of its last."""
     intervals: dict[int, Interval] = {}
     for span in spans:
         if span.iteration is not None:
@@ -100,8 +105,8 @@ def iterations_of(spans: Sequence[StageSpan]) -> dict[int, Interval]:
     return dict(sorted(intervals.items()))
 
 
-def waiting_for_engines(trace: AttemptTrace) -> list[Interval]:
-    """Drawn and not yet with an engine, or between two of them."""
+def queue_intervals(trace: AttemptTrace) -> list[Interval]:
+    """Intervals in which an attempt waits for an engine: before its first one, and between two of them."""
     ends = [trace.drawn_at, *(span.end for span in trace.spans)]
     begins = [*(span.begin for span in trace.spans)]
     if not begins:
@@ -109,7 +114,8 @@ def waiting_for_engines(trace: AttemptTrace) -> list[Interval]:
     return list(zip(ends[:-1], begins, strict=True))
 
 
-def being_graded(traces: Iterable[AttemptTrace]) -> list[Interval]:
+def grading_intervals(traces: Iterable[AttemptTrace]) -> list[Interval]:
+    """Intervals in which attempts are graded; one without a grade ends when its iteration got its batch."""
     return [
         (trace.grading_at, trace.graded_at if trace.graded_at is not None else trace.consumed_at)
         for trace in traces
@@ -117,8 +123,8 @@ def being_graded(traces: Iterable[AttemptTrace]) -> list[Interval]:
     ]
 
 
-def ready_groups(traces: Iterable[AttemptTrace]) -> list[Interval]:
-    """A group from its last grade until its iteration took it."""
+def ready_group_intervals(traces: Iterable[AttemptTrace]) -> list[Interval]:
+    """Interval of each trained group in the buffer: from its last grade until its iteration got its batch."""
     complete: dict[int, Interval] = {}
     for trace in traces:
         if trace.fate is Fate.TRAINED and trace.graded_at is not None:
@@ -128,7 +134,7 @@ def ready_groups(traces: Iterable[AttemptTrace]) -> list[Interval]:
 
 
 def engine_intervals(traces: Iterable[AttemptTrace]) -> dict[str, list[Interval]]:
-    """Attempts with each engine, in the order of engines' names (engine 2 before engine 10)."""
+    """Intervals of attempts on each engine, sorted by engine name (engine 2 before engine 10)."""
     intervals: dict[str, list[Interval]] = {}
     for trace in traces:
         for span in trace.spans:
@@ -136,10 +142,10 @@ def engine_intervals(traces: Iterable[AttemptTrace]) -> dict[str, list[Interval]
     return dict(sorted(intervals.items(), key=lambda named: (len(named[0]), named[0])))
 
 
-# -------------------------------------------------------------------------------------------------- summed up
+# -------------------------------------------------------------------------------------------------- summary
 @dataclass(frozen=True)
 class Percentiles:
-    """Example: Percentiles(p50=1.2, p90=4.0, p99=9.7)"""
+    """Median, 90th and 99th percentile. Example: Percentiles(p50=1.2, p90=4.0, p99=9.7)"""
 
     p50: float
     p90: float
@@ -147,40 +153,44 @@ class Percentiles:
 
 
 def percentiles(values: Sequence[float]) -> Percentiles:
+    """Compute the percentiles of values; all 0 if there are none."""
     return Percentiles(*(float(p) for p in np.percentile(values, [50, 90, 99]))) if len(values) else Percentiles(0, 0, 0)
 
 
 @dataclass(frozen=True)
 class Activity:
-    """What some iterations came to. Shares are of their time, from the first's beginning to the last's end."""
+    """Summary of some iterations. Shares are fractions of the time from the begin of the first to the end of the last."""
 
     num_iterations: int
     iteration_seconds: float
-    """Mean, from one commit to the next."""
+    """Mean seconds per iteration."""
     stage_seconds: dict[str, float]
-    """Mean per iteration, by stage."""
+    """Mean seconds per iteration, by stage."""
     trainer_busy: float
-    """Share of time in stages where the trainer computes."""
+    """Share of time in which the trainer computes."""
     engines_busy: float
-    """Share of time with at least one attempt running, mean of the engines."""
+    """Share of time in which an engine runs at least one attempt, mean over engines."""
     mean_running: float
-    """Attempts at once, per engine."""
+    """Mean number of attempts running at once per engine."""
     attempt_seconds: Percentiles
-    """With engines, from an attempt's first token to its last; of those that were not aborted."""
+    """Seconds from the begin of an attempt's first engine span to the end of its last; without aborted attempts."""
     attempt_tokens: Percentiles
+    """Tokens generated per attempt, without aborted attempts."""
     num_tokens: int
+    """Tokens generated by all attempts."""
     wasted_tokens: dict[Fate, int]
-    """By what became of the attempts that had them."""
+    """Tokens of attempts that were not trained on, by fate."""
     staleness: Percentiles | None
-    """Weights versions between an attempt's oldest token and its update; None where iterations are not known."""
+    """Weights versions between an attempt's oldest token and its update; None if the iterations are unknown."""
 
     @property
     def bubble(self) -> float:
-        """Share of time in which the trainer computes nothing."""
+        """Share of time in which the trainer is idle."""
         return 1.0 - self.trainer_busy
 
 
 def summarise(spans: Sequence[StageSpan], traces: Sequence[AttemptTrace]) -> Activity:
+    """Summarise the iterations from 1 on; without stages, the time window is that of the traces."""
     iterations = {number: interval for number, interval in iterations_of(spans).items() if number > 0}
     window = _window(list(iterations.values()), traces)
     inside = [span for span in spans if span.iteration in iterations]
@@ -211,26 +221,30 @@ def summarise(spans: Sequence[StageSpan], traces: Sequence[AttemptTrace]) -> Act
 
 
 def _window(iterations: Sequence[Interval], traces: Sequence[AttemptTrace]) -> Interval:
+    """Interval of all iterations, else of all traces, else an empty one."""
     known = iterations or [(trace.drawn_at, trace.consumed_at) for trace in traces] or [(0.0, 0.0)]
     return min(begin for begin, _ in known), max(end for _, end in known)
 
 
 def _staleness(spans: Sequence[StageSpan], traces: Sequence[AttemptTrace]) -> list[float]:
-    """Iteration n learns from version n - 1; an attempt is of the iteration whose collect ended when it was consumed."""
+    """Staleness of each trained attempt, in weights versions: iteration n updates version n - 1.
+
+    An attempt belongs to the iteration whose collect stage ended when the attempt was consumed.
+    """
     collects = sorted((span.end, span.begin, span.iteration) for span in spans if span.stage == "collect")
     ends = [end for end, _, _ in collects]
     staleness = []
     for trace in traces:
         if trace.fate is not Fate.TRAINED or trace.oldest_version is None or not collects:
             continue
-        end, begin, iteration = collects[min(bisect.bisect(ends, trace.consumed_at - CLOCKS_APART_S), len(ends) - 1)]
-        if iteration is not None and begin - CLOCKS_APART_S <= trace.consumed_at <= end + CLOCKS_APART_S:
+        end, begin, iteration = collects[min(bisect.bisect(ends, trace.consumed_at - MAX_CLOCK_SKEW_S), len(ends) - 1)]
+        if iteration is not None and begin - MAX_CLOCK_SKEW_S <= trace.consumed_at <= end + MAX_CLOCK_SKEW_S:
             staleness.append(float(iteration - 1 - trace.oldest_version))
     return staleness
 
 
-def side_by_side(spans: Sequence[StageSpan]) -> list[list[StageSpan]]:
-    """Rows in which no two stages overlap, as few as it takes."""
+def rows_without_overlap(spans: Sequence[StageSpan]) -> list[list[StageSpan]]:
+    """Distribute stages over as few rows as possible, so that no two in a row overlap."""
     rows: list[list[StageSpan]] = []
     for span in sorted(spans, key=lambda span: span.begin):
         row = next((row for row in rows if row[-1].end <= span.begin), None)

@@ -1,6 +1,6 @@
-"""Where the life of every leg went: work that was committed, work that was lost, starting, recovering, and nobody there.
+"""Goodput: the time of every leg split into useful, lost, starting, recovering, other, and down between legs.
 
-Pure functions over the stage logs of a run and its manifests; `roll show` prints them, the tracker gets their sums.
+Pure functions over the stage logs and manifests of a run. `roll show` prints the table; the tracker logs the sums.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,46 +12,50 @@ from roll_core.types.manifest import Manifest, Metrics
 from roll_core.types.refs import Record
 
 START, RECOVER, WARM_START = "start", "recover", "warm_start"
-NOTHING = timedelta()
+"""Names of stages that belong to a leg and not to an iteration. The warm start produces iteration 0."""
+ZERO = timedelta()
 ENGINES = "rollout/engines"
-"""Metric: engines that lived when a batch was complete."""
+"""Metric name: number of live engines when a batch was complete."""
 
 
 class LegHistory(Record):
-    """Seconds of one leg, by what became of them.
+    """Seconds of one leg, split by what they were spent on.
 
     Example: LegHistory(leg=2, num_committed=7, useful=61.0, lost=4.2, starting=9.5, recovering=1.1, other=0.8, down=12.0)
     """
 
     leg: int
     num_committed: int
-    """Iterations, iteration 0 included."""
+    """Number of iterations the leg committed, iteration 0 included."""
     useful: float
-    """In iterations that it committed, and in stages whose answers were kept and used by the leg that did."""
+    """Seconds in iterations that this leg committed, and in stages whose cached results a later leg committed."""
     lost: float
-    """In stages that were made again, or never came to a commit."""
+    """Seconds in stages that were repeated later or never committed."""
     starting: float
-    """Ray, and the roles with their models."""
+    """Seconds to start Ray and the roles with their models."""
     recovering: float
-    """Loading the checkpoint and making the updates since again."""
+    """Seconds to load the checkpoint and replay the updates since."""
     other: float
-    """The rest of its life: between iterations, and after the last."""
+    """Seconds not counted elsewhere: between iterations, and after the last."""
     down: float
-    """Between the last sign of the leg before and the first of this one: the queue, the launch, and, where the one before
-    was killed, what it did since it last wrote a line. Zero for the first."""
+    """Seconds between the last log line of the previous leg and the first of this one; 0 for the first leg. They include the
+    queue and the launch and, if the previous leg was killed, its time after its last line."""
 
     @property
     def total(self) -> float:
+        """Sum of all seconds, those before the leg included."""
         return self.useful + self.lost + self.starting + self.recovering + self.other + self.down
 
 
 LegEvents = Mapping[int, Sequence[StageEvent]]
-"""What every leg did, in order, by its number."""
+"""Stage events in order of time, by leg number."""
 
 
 def commits_in_logs(events_of_leg: LegEvents) -> dict[int, int]:
-    """Which leg committed which iteration, without reading all manifests. A commit is missing whose leg was killed before it
-    could write the line about it."""
+    """Return the leg that committed each iteration, from stage logs alone, which is cheaper than reading all manifests.
+
+    A commit is missing if its leg was killed before it could log the commit.
+    """
     return {
         event.iteration: leg
         for leg, events in events_of_leg.items()
@@ -61,15 +65,16 @@ def commits_in_logs(events_of_leg: LegEvents) -> dict[int, int]:
 
 
 def commits_in_chain(chain: Sequence[Manifest]) -> dict[int, int]:
+    """Return the leg that committed each iteration, from manifests."""
     return {manifest.iteration: manifest.leg for manifest in chain}
 
 
 def leg_histories(events_of_leg: LegEvents, committed_by: Mapping[int, int]) -> list[LegHistory]:
-    """Of every leg that wrote a stage log, in order; `committed_by` says which leg committed an iteration."""
+    """Compute the history of every leg that wrote a stage log, in order. `committed_by` maps an iteration to its leg."""
     legs = sorted(leg for leg, events in events_of_leg.items() if events)
     ends = {leg: events_of_leg[leg][-1].at for leg in legs}
     down = {legs[0]: 0.0} if legs else {}
-    down |= {leg: max(NOTHING, events_of_leg[leg][0].at - ends[before]).total_seconds() for before, leg in pairwise(legs)}
+    down |= {leg: max(ZERO, events_of_leg[leg][0].at - ends[before]).total_seconds() for before, leg in pairwise(legs)}
     histories = []
     for leg in legs:
         later = {event.name for other in legs if other > leg for event in events_of_leg[other] if event.edge is Edge.BEGIN}
@@ -81,11 +86,11 @@ def _history(
     leg: int, events: Sequence[StageEvent], committed_by: Mapping[int, int], begun_later: set[str], down: float
 ) -> LegHistory:
     ours = {iteration for iteration, by in committed_by.items() if by == leg}
-    times: dict[str, timedelta] = dict.fromkeys(("useful", "lost", START, RECOVER), NOTHING)
+    times: dict[str, timedelta] = dict.fromkeys(("useful", "lost", START, RECOVER), ZERO)
     for committed in ours:
         of_it = [event.at for event in events if _iteration(event) == committed]
-        times["useful"] += of_it[-1] - of_it[0] if of_it else NOTHING
-    for event, took in _ended(events):
+        times["useful"] += of_it[-1] - of_it[0] if of_it else ZERO
+    for event, took in _durations(events):
         if event.name in (START, RECOVER):
             times[event.name] += took
         elif (iteration := _iteration(event)) is not None and iteration not in ours:
@@ -99,17 +104,18 @@ def _history(
         lost=times["lost"].total_seconds(),
         starting=times[START].total_seconds(),
         recovering=times[RECOVER].total_seconds(),
-        other=max(NOTHING, life - sum(times.values(), NOTHING)).total_seconds(),
+        other=max(ZERO, life - sum(times.values(), ZERO)).total_seconds(),
         down=down,
     )
 
 
 def _iteration(event: StageEvent) -> int | None:
+    """Iteration that a stage works for; the warm start works for iteration 0."""
     return 0 if event.name == WARM_START else event.iteration
 
 
-def _ended(events: Sequence[StageEvent]) -> list[tuple[StageEvent, timedelta]]:
-    """Ends and failures of stages, and how long each took. One that was cut short has neither, and is where the log ends."""
+def _durations(events: Sequence[StageEvent]) -> list[tuple[StageEvent, timedelta]]:
+    """Return the end or failure event of each stage, with the stage's duration. A stage cut short by a kill has none."""
     begun: dict[str, datetime] = {}
     ended = []
     for event in events:
@@ -121,7 +127,7 @@ def _ended(events: Sequence[StageEvent]) -> list[tuple[StageEvent, timedelta]]:
 
 
 def goodput_metrics(histories: Sequence[LegHistory]) -> Metrics:
-    """Sums over the legs of a run, and the share of all its time that was of use."""
+    """Goodput metrics of a run: seconds of each class summed over its legs, and the useful share of the total."""
     sums = {
         f"goodput/{name}_seconds": sum(getattr(history, name) for history in histories)
         for name in ("useful", "lost", "starting", "recovering", "other", "down")
@@ -131,7 +137,7 @@ def goodput_metrics(histories: Sequence[LegHistory]) -> Metrics:
 
 
 def engines_over_time(chain: Sequence[Manifest]) -> str:
-    """Example: 2 in iterations 1-6, 4 in 7-19, 2 in 20"""
+    """Describe how many engines a run had. Example: 2 in iterations 1-6, 4 in 7-19, 2 in 20"""
     counted = [m for m in chain if ENGINES in m.metrics]
     parts: list[str] = []
     for number, some in groupby(counted, key=lambda manifest: manifest.metrics[ENGINES]):
@@ -141,7 +147,7 @@ def engines_over_time(chain: Sequence[Manifest]) -> str:
 
 
 def leg_rows(histories: Sequence[LegHistory]) -> list[str]:
-    """A table: a row a leg, seconds by what became of them."""
+    """Lines of a text table, one row per leg, with its seconds by class and its useful share."""
     return ["leg  iterations   useful     lost  starting  recovering    other     down  of use", *map(_row, histories)]
 
 

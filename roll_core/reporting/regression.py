@@ -1,10 +1,10 @@
-"""Is a run worse than those before it? What is measured of a run, how that is judged, and how it is told.
+"""Regression detection: measure a finished run, compare it with accepted runs, and describe the verdict.
 
-Pure functions; `flows/nightly.py` trains runs, `tracking/baselines.py` keeps the accepted ones.
+Pure functions. `flows/nightly.py` trains the runs; `tracking/baselines.py` stores the accepted ones.
 
-Learning is compared with every accepted run of the reference, whatever made it: new code, libraries or defaults that learn
-worse are what is looked for. Speed is compared with runs on the same kind of machine. Only worse is bad. What should repeat
-to the bit (same settings, code, libraries, machine) is held to that, and needs no statistics.
+Learning is compared with every accepted run of the reference, whatever its code, libraries or defaults: a change that learns
+worse is what the alarm looks for. Speed is compared with runs on the same kind of machine. Only worse values are a
+regression. Runs with equal settings, code, libraries and machine must be bit-identical, which needs no statistics.
 """
 
 import math
@@ -14,33 +14,34 @@ from statistics import fmean, median
 from roll_core.config.operations.nightly import ReferenceRun, Tolerances
 from roll_core.config.run import RunConfig, flat_config
 from roll_core.types.manifest import Manifest, Metrics
-from roll_core.types.regression import Comparison, ComparisonOutcome, Measured, Origin, Verdict, settings_of
+from roll_core.types.regression import Comparison, ComparisonOutcome, Measured, Origin, Verdict, learning_settings
 
-DIGITS_OF_DIGEST = 8
+DIGEST_DIGITS = 8
+"""Leading digits kept of each weights digest."""
 MAX_DIGESTS = 500
-"""So many beginnings fit into one MLflow tag."""
+"""Most shortened digests that fit into one MLflow tag."""
 MAD_TO_SIGMA = 1.4826
-"""The median absolute deviation of a normal distribution is 1 / 1.4826 of its standard deviation."""
-SMALL_SAMPLES = {2: 1.196, 3: 1.495, 4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 1.129, 9: 1.107}
-"""By which the deviation of so few is too small (Croux and Rousseeuw 1992); n / (n - 0.8) for more."""
+"""Ratio of standard deviation to median absolute deviation of a normal distribution."""
+SMALL_SAMPLE_CORRECTION = {2: 1.196, 3: 1.495, 4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 1.129, 9: 1.107}
+"""Factor that corrects the median absolute deviation of n values (Croux and Rousseeuw 1992); n / (n - 0.8) for more."""
 SHOWN_KEYS = 8
-"""Changed settings that are named; a new section of the config changes dozens."""
+"""Most changed settings that a verdict names; a new section of the config changes dozens."""
 
 
-def measure(config: RunConfig, chain: Sequence[Manifest], origin: Origin) -> Measured:
-    """What the alarm looks at, of a finished run."""
+def measure_run(config: RunConfig, chain: Sequence[Manifest], origin: Origin) -> Measured:
+    """Measure a finished run: its learning and speed quantities, settings, origin and weights digests."""
     return Measured(
         reference=config.name,
         run_id=chain[-1].run_id,
         quantities=_learning(chain) | _speed(chain),
-        settings=settings_of(flat_config(config)),
+        settings=learning_settings(flat_config(config)),
         origin=origin,
-        weights=tuple(manifest.weights_digest[:DIGITS_OF_DIGEST] for manifest in chain[:MAX_DIGESTS]),
+        weights=tuple(manifest.weights_digest[:DIGEST_DIGITS] for manifest in chain[:MAX_DIGESTS]),
     )
 
 
 def _learning(chain: Sequence[Manifest]) -> Metrics:
-    """Where a run arrived, and, as the mean over all of it, how fast it got there."""
+    """Learning quantities: the final reward and accuracy, and their means over the run, which show how fast it learned."""
     rewards = [m.metrics["reward/mean"] for m in chain if m.collected is not None]
     accuracies = [m.evaluated.accuracy for m in chain if m.evaluated is not None and m.iteration > 0]
     last_quarter = rewards[-max(1, len(rewards) // 4) :]
@@ -53,7 +54,10 @@ def _learning(chain: Sequence[Manifest]) -> Metrics:
 
 
 def _speed(chain: Sequence[Manifest]) -> Metrics:
-    """Medians over iterations, without the first, which allocates and compiles: a disturbance of some does not count."""
+    """Speed quantities: medians over iterations, which ignore a disturbance of some.
+
+    The first iteration is left out, because it allocates and compiles.
+    """
     trained = [m for m in chain if m.collected is not None]
     steady = trained[1:] or trained
     stages = sorted({stage for manifest in steady for stage in manifest.timings})
@@ -62,11 +66,11 @@ def _speed(chain: Sequence[Manifest]) -> Metrics:
 
 
 def judge(measured: Measured, accepted: Sequence[Measured], reference: ReferenceRun, tolerances: Tolerances) -> Verdict:
-    """Compare a run with the accepted ones, the oldest first."""
+    """Compare a run with the accepted runs, which are sorted oldest first."""
     comparisons = [
         comparison
         for quantity in _quantities(measured, accepted)
-        for comparison in compare_with_all(quantity, measured, accepted, tolerances)
+        for comparison in compare_with_baselines(quantity, measured, accepted, tolerances)
     ]
     return Verdict(
         reference=measured.reference,
@@ -75,31 +79,38 @@ def judge(measured: Measured, accepted: Sequence[Measured], reference: Reference
         defects=(
             *(f"{name} is {value}" for name, value in measured.quantities.items() if not math.isfinite(value)),
             *_below_fixed_limits(measured, reference),
-            *_unrepeated(measured, accepted, reference),
+            *_reproducibility_failure(measured, accepted, reference),
         ),
         remarks=tuple(_changes(measured, accepted[-1])) if accepted else ("the first run of this reference",),
     )
 
 
 def _quantities(measured: Measured, accepted: Sequence[Measured]) -> list[str]:
-    """Those of the run, and those that learning had until now: what is no longer measured must not pass unseen."""
+    """Names of the quantities to compare: those of the run, and the learning quantities of the newest accepted run.
+
+    A learning quantity that is no longer measured must not pass unnoticed.
+    """
     had = {name for name in accepted[-1].quantities if not is_speed(name)} if accepted else set()
     return sorted(measured.quantities.keys() | had)
 
 
 def is_speed(quantity: str) -> bool:
+    """True if a quantity measures speed, else it measures learning."""
     return quantity.startswith(("seconds/", "throughput/"))
 
 
 def is_only_slower(verdict: Verdict) -> bool:
-    """A busy machine does that, too."""
+    """True if a run is a regression by speed alone, which a busy machine can cause, too."""
     return verdict.is_regression and not verdict.defects and all(is_speed(found.quantity) for found in verdict.worse)
 
 
-def compare_with_all(
+def compare_with_baselines(
     quantity: str, measured: Measured, accepted: Sequence[Measured], tolerances: Tolerances
 ) -> list[Comparison]:
-    """With the newest, and, against drift, with the oldest, where those are not all there are."""
+    """Compare a quantity with the newest accepted runs and, to notice drift, with the oldest if there are more.
+
+    Too few comparable runs give one comparison with outcome NOT_JUDGED.
+    """
     machine = measured.origin.machine
     comparable = [run for run in accepted if not is_speed(quantity) or run.origin.machine == machine]
     values = [run.quantities[quantity] for run in comparable if quantity in run.quantities]
@@ -119,21 +130,21 @@ def compare_with_all(
 def compare(
     quantity: str, value: float | None, accepted: Sequence[float], against: str, tolerances: Tolerances
 ) -> Comparison:
-    """One value with those of accepted runs, by their median and spread. One that is missing or not a number is worse."""
+    """Compare a value with those of accepted runs, by their median and spread. A missing value or NaN is worse."""
     centre = median(accepted)
-    tolerated = max(tolerances.sigmas * robust_sigma(accepted), least_difference(quantity, centre, tolerances))
+    tolerated = max(tolerances.sigmas * robust_sigma(accepted), noise_floor(quantity, centre, tolerances))
     gain = math.nan if value is None else (centre - value if quantity.startswith("seconds/") else value - centre)
     if gain > tolerated:
         outcome = ComparisonOutcome.BETTER
     elif gain >= -tolerated:
         outcome = ComparisonOutcome.AS_BEFORE
-    else:  # also where gain is not a number
+    else:  # also if gain is NaN
         outcome = ComparisonOutcome.WORSE
     return Comparison(quantity=quantity, value=value, against=against, centre=centre, tolerated=tolerated, outcome=outcome)
 
 
 def robust_sigma(values: Sequence[float]) -> float:
-    """The standard deviation, as the median absolute deviation shows it: half of the values may be anything.
+    """Standard deviation estimated from the median absolute deviation, which tolerates outliers in half of the values.
 
     Example: of 10, 11, 12, 13, 90 the deviations from 12 are 2, 1, 0, 1, 78; their median 1 is worth 1.4826 * 1.206.
     """
@@ -141,12 +152,12 @@ def robust_sigma(values: Sequence[float]) -> float:
     if count < 2:
         return 0.0
     centre = median(values)
-    correction = SMALL_SAMPLES.get(count, count / (count - 0.8))
+    correction = SMALL_SAMPLE_CORRECTION.get(count, count / (count - 0.8))
     return correction * MAD_TO_SIGMA * median(abs(value - centre) for value in values)
 
 
-def least_difference(quantity: str, centre: float, tolerances: Tolerances) -> float:
-    """What is closer than this to the median says nothing, however much alike the accepted runs are."""
+def noise_floor(quantity: str, centre: float, tolerances: Tolerances) -> float:
+    """Smallest tolerance of a quantity: a smaller distance from the median is noise, however similar accepted runs are."""
     match quantity.partition("/")[0]:
         case "accuracy":
             return tolerances.accuracy
@@ -159,6 +170,7 @@ def least_difference(quantity: str, centre: float, tolerances: Tolerances) -> fl
 
 
 def _below_fixed_limits(measured: Measured, reference: ReferenceRun) -> list[str]:
+    """Describe the quantities below the reference's `at_least`; a missing one counts as below."""
     values = {name: measured.quantities.get(name, math.nan) for name in reference.at_least}
     return [
         f"{name} is {values[name]:.4g}, at least {limit:.4g} is expected"
@@ -167,24 +179,24 @@ def _below_fixed_limits(measured: Measured, reference: ReferenceRun) -> list[str
     ]
 
 
-def _unrepeated(measured: Measured, accepted: Sequence[Measured], reference: ReferenceRun) -> list[str]:
-    """The newest accepted run that this one should equal, if it does not."""
+def _reproducibility_failure(measured: Measured, accepted: Sequence[Measured], reference: ReferenceRun) -> list[str]:
+    """Describe where the weights leave those of the newest accepted run with equal settings and origin, if they do."""
     twins = [run for run in accepted if run.settings == measured.settings and run.origin == measured.origin]
     if not reference.reproducible or not twins or twins[-1].weights == measured.weights:
         return []
-    place = _parting(measured.weights, twins[-1].weights)
+    where = _first_difference(measured.weights, twins[-1].weights)
     return [
-        f"weights differ from those of {twins[-1].run_id} {place}, though config, code, libraries and machine are the same"
+        f"weights differ from those of {twins[-1].run_id} {where}, though config, code, libraries and machine are the same"
     ]
 
 
 def _changes(measured: Measured, before: Measured) -> list[str]:
-    """What is not as it was in the newest accepted run."""
+    """Describe how weights, origin and settings differ from those of the newest accepted run."""
     remarks = []
     if measured.weights == before.weights:
         remarks.append(f"the weights of {before.run_id}, to the bit")
     else:
-        remarks.append(f"weights part from those of {before.run_id} {_parting(measured.weights, before.weights)}")
+        remarks.append(f"weights part from those of {before.run_id} {_first_difference(measured.weights, before.weights)}")
     for field in Origin.model_fields:
         old, new = getattr(before.origin, field), getattr(measured.origin, field)
         if old != new:
@@ -199,14 +211,15 @@ def _changes(measured: Measured, before: Measured) -> list[str]:
     return [*remarks, *changed[:SHOWN_KEYS], *rest]
 
 
-def _parting(weights: Sequence[str], others: Sequence[str]) -> str:
+def _first_difference(weights: Sequence[str], others: Sequence[str]) -> str:
+    """First iteration whose weights differ, in words. Example: from iteration 12 on"""
     pairs = zip(weights, others, strict=False)
     first = next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(weights), len(others)))
     return f"from iteration {first} on"
 
 
 def markdown(verdicts: Sequence[Verdict]) -> str:
-    """The page about a night."""
+    """Render the verdicts of a night as a Markdown page."""
     return "\n\n".join(_section(verdict) for verdict in verdicts) + "\n"
 
 
@@ -226,8 +239,11 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def sentence(verdict: Verdict) -> str:
-    """Example: quickstart-12: regression: accuracy/last is 0.71, the median of the last 12 accepted runs 0.96, ..."""
+def verdict_sentence(verdict: Verdict) -> str:
+    """Describe a verdict in one sentence.
+
+    Example: quickstart-12: regression: accuracy/last is 0.71, the median of the last 12 accepted runs 0.96, ...
+    """
     if verdict.is_regression:
         return f"{verdict.run_id}: regression: {'; '.join(verdict.reasons)}"
     judged = [c for c in verdict.comparisons if c.outcome is not ComparisonOutcome.NOT_JUDGED]

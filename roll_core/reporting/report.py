@@ -1,4 +1,4 @@
-"""One self-contained HTML page about a run: how accuracy and reward moved, where the time went, what it was."""
+"""Report page of a run, one self-contained HTML file: accuracy, reward and entropy curves, time per stage, config."""
 
 import html
 from collections.abc import Sequence
@@ -7,13 +7,14 @@ from roll_core.config.run import RunConfig, flat_config
 from roll_core.types.manifest import Manifest
 
 STAGES = ("warm_start", "collect", "prepare", "update_critic", "update", "publish", "evaluate", "checkpoint", "other")
+"""Stages shown in charts, in the order of an iteration; `other` is the rest of the time."""
 _COLOURS = ("#b0b7bf", "#2f6f9f", "#8fb8d0", "#7b2d26", "#c8553d", "#e0a458", "#588b5f", "#8d6a9f", "#c9c9c9")
 COLOUR_OF = dict(zip(STAGES, _COLOURS, strict=True))
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 680, 240, 46, 28
 
 
 def render_report(run_id: str, config: RunConfig, chain: Sequence[Manifest]) -> str:
-    """The page. Needs at least iteration 0."""
+    """Render the report page as HTML. The chain must contain iteration 0, with its evaluation."""
     trained = [m for m in chain if m.collected is not None]
     accuracy = [(m.iteration, m.evaluated.accuracy) for m in chain if m.evaluated is not None]
     reward = [(m.iteration, m.metrics["reward/mean"]) for m in trained]
@@ -34,7 +35,7 @@ def render_report(run_id: str, config: RunConfig, chain: Sequence[Manifest]) -> 
 
 
 def stage_seconds(manifest: Manifest) -> dict[str, float]:
-    """Seconds of an iteration by stage; `other` is the control plane: Prefect, store, commit, tracking."""
+    """Seconds of an iteration by stage. `other` is the control plane: Prefect, store, commit, tracking."""
     timings = {stage: manifest.timings.get(stage, 0.0) for stage in STAGES[:-1]}
     return timings | {"other": max(0.0, manifest.timings["wall"] - sum(timings.values()))}
 
@@ -104,10 +105,12 @@ def _frame(title: str, inside: str, last_x: int, top: float, label: str) -> str:
 
 
 def _x(iteration: int, last: int) -> float:
+    """Horizontal SVG coordinate of an iteration."""
     return _LEFT + (_WIDTH - _LEFT) * iteration / last
 
 
 def _y(value: float, top: float) -> float:
+    """Vertical SVG coordinate of a value in a chart from 0 to `top`."""
     return (_HEIGHT - _BOTTOM) - (_HEIGHT - _BOTTOM - 10) * value / (top or 1.0)
 
 

@@ -1,7 +1,7 @@
-"""Where a leg is: a line when a stage begins, ends or fails, on disk at once, for whoever asks where it was when it died.
+"""Stage log of a leg: one line when a stage begins, ends or fails, written at once, so that it survives the leg's death.
 
-Written by the tasks into `leg-N/stages.jsonl`. An answer that was kept runs no stage and leaves no line: a `collect 3` that
-is here really generated.
+Written by the tasks into `leg-N/stages.jsonl`. A PURE task whose result comes from the stage cache writes no line, so
+`collect 3` in the log means that the leg really generated.
 """
 
 import contextlib
@@ -14,17 +14,22 @@ from roll_core.types.refs import Record
 
 FILE_NAME = "stages.jsonl"
 PROGRESS_LOGGER = "roll.progress"
-"""Logger that announces runs and manifests; its records carry `run` or `manifest` for a terminal to draw."""
+"""Name of the logger that announces runs and manifests. Its log records carry `run` or `manifest` for a terminal to draw."""
 
 
 class Edge(StrEnum):
+    """Kind of stage event: begin, end or failure."""
+
     BEGIN = "begin"
     END = "end"
     FAILED = "failed"
 
 
 class StageEvent(Record):
-    """Example: StageEvent(name="collect 3", edge="begin", at="2026-11-15T09:30:00.123456Z")"""
+    """Line of a stage log. `name` is the stage and, for stages of an iteration, its number.
+
+    Example: StageEvent(name="collect 3", edge="begin", at="2026-11-15T09:30:00.123456Z")
+    """
 
     name: str
     edge: Edge
@@ -32,22 +37,25 @@ class StageEvent(Record):
 
     @property
     def stage(self) -> str:
+        """Name of the stage without the iteration, such as "collect"."""
         return self.name.partition(" ")[0]
 
     @property
     def iteration(self) -> int | None:
-        """None for a stage that belongs to a leg, such as recover."""
+        """Number of the iteration; None for a stage of the leg, such as recover."""
         number = self.name.partition(" ")[2]
         return int(number) if number.isdigit() else None
 
 
 class StageLog:
+    """Writer of a leg's stage log."""
+
     def __init__(self, leg_dir: Path):
         self._path = leg_dir / FILE_NAME
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Say that a stage begins, and how it ended."""
+        """Log the beginning of a stage, and its end or failure when the block is left."""
         self._append(name, Edge.BEGIN)
         try:
             yield
@@ -64,12 +72,12 @@ class StageLog:
 
 
 def read_stages(run_dir: Path) -> list[StageEvent]:
-    """What all legs of a run on this machine did, in order. A line that was cut short is left out."""
+    """Read the stage events of all legs of a run that ran on this machine, in order of time. A torn last line is skipped."""
     return sorted((event for events in read_stages_by_leg(run_dir).values() for event in events), key=lambda event: event.at)
 
 
 def read_stages_by_leg(run_dir: Path) -> dict[int, list[StageEvent]]:
-    """The same, leg by leg."""
+    """Read the stage events of a run on this machine, by leg number. A torn last line is skipped."""
     paths = sorted(run_dir.glob(f"leg-*/{FILE_NAME}"))
     return {int(path.parent.name.removeprefix("leg-")): _read(path) for path in paths}
 

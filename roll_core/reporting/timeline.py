@@ -1,7 +1,7 @@
-"""One self-contained HTML page that answers where the time of some iterations went: who was busy when, on one time axis.
+"""Timeline page, one self-contained HTML file: activity of trainer, engines and graders on one time axis.
 
-Everything is counted in Python; the page holds one polygon a lane however many attempts there were. Its x axis is seconds
-from the first event, so that zooming only changes what part of it is shown.
+All counting is done in Python: the page holds one or two polygons per lane, however many attempts there are. The x axis is
+seconds since the first event; zooming only changes which part of it is shown.
 """
 
 import html
@@ -11,54 +11,57 @@ from dataclasses import dataclass
 from roll_core.reporting.activity import (
     Activity,
     Interval,
-    Levels,
     Percentiles,
     StageSpan,
-    being_graded,
+    StepFunction,
     count_over_time,
     engine_intervals,
+    grading_intervals,
     iterations_of,
-    ready_groups,
-    side_by_side,
+    queue_intervals,
+    ready_group_intervals,
+    rows_without_overlap,
     stage_spans,
     summarise,
-    waiting_for_engines,
 )
 from roll_core.reporting.report import COLOUR_OF, STAGES
 from roll_core.reporting.stage_log import StageEvent
 from roll_core.types.trace import AttemptTrace, Fate
 
 COLUMNS = 2400
-"""Lanes with more changes than this are drawn as means over so many columns: finer than a screen, at no zoom."""
-ROOM = 190
-"""Letters that fit beside each other in the bar of the mean iteration; what does not fit is told on hovering."""
-FEW = 8
-"""With more engines than this, each has half the height."""
+"""Most steps drawn in a lane. A lane with more is downsampled to this many columns: finer than an unzoomed screen."""
+MEAN_BAR_CHARACTERS = 190
+"""Characters that fit side by side in the bar of the mean iteration; labels that do not fit are shown on hovering."""
+MAX_TALL_ENGINES = 8
+"""Most engines whose lanes have full height; with more, each has half."""
 RUNNING, WASTED, GRADING, QUEUED, READY = (COLOUR_OF["collect"], "#d9a09a", "#8d6a9f", "#b0b7bf", "#588b5f")
 
 
 @dataclass(frozen=True)
 class Area:
-    """Something that is counted over time, filled from the floor of its lane."""
+    """Count over time, drawn as a filled area in a lane."""
 
-    counts: Levels
+    counts: StepFunction
     colour: str
 
 
 @dataclass(frozen=True)
 class Lane:
+    """Row of the timeline, such as an engine."""
+
     name: str
-    says: str
-    """What its numbers are, below its name."""
+    description: str
+    """Meaning of the counts, shown below the name."""
     areas: tuple[Area, ...]
-    """The later in front of the earlier; the first is the one whose count the page tells."""
+    """Areas from back to front; the page shows the count of the first."""
     top: int
-    """The count that fills the lane."""
+    """Count at full height."""
     height: int = 52
+    """Pixels."""
 
 
 def timeline_html(stages: Sequence[StageEvent], traces: Sequence[AttemptTrace], title: str) -> str:
-    """The page. Stages or traces may be missing; then so are their lanes."""
+    """Render the timeline page as HTML. Lanes of stages or traces are left out if there are none."""
     spans = stage_spans(stages)
     activity = summarise(spans, traces)
     begin, end = _extent(spans, traces)
@@ -80,24 +83,24 @@ def timeline_html(stages: Sequence[StageEvent], traces: Sequence[AttemptTrace], 
 
 
 def lanes_of(traces: Sequence[AttemptTrace]) -> list[Lane]:
-    """Queue, engines, graders, buffer: in the order an attempt goes through them."""
+    """Build the lanes of attempts in the order they pass them: queue, engines, graders, buffer. Empty without traces."""
     if not traces:
         return []
     running = {name: count_over_time(intervals) for name, intervals in engine_intervals(traces).items()}
     trained = engine_intervals(trace for trace in traces if trace.fate is Fate.TRAINED)
-    most = max((counts.peak for counts in running.values()), default=1)
+    peak = max((counts.peak for counts in running.values()), default=1)
     engines = [
         Lane(
             name,
             "attempts running",
             (Area(counts, WASTED), Area(count_over_time(trained.get(name, [])), RUNNING)),
-            most,
-            height=52 if len(running) <= FEW else 26,
+            peak,
+            height=52 if len(running) <= MAX_TALL_ENGINES else 26,
         )
         for name, counts in running.items()
     ]
-    queued = count_over_time(interval for trace in traces for interval in waiting_for_engines(trace))
-    grading, ready = count_over_time(being_graded(traces)), count_over_time(ready_groups(traces))
+    queued = count_over_time(interval for trace in traces for interval in queue_intervals(trace))
+    grading, ready = count_over_time(grading_intervals(traces)), count_over_time(ready_group_intervals(traces))
     return [
         Lane("queue", "attempts without an engine", (Area(queued, QUEUED),), queued.peak),
         *engines,
@@ -107,6 +110,7 @@ def lanes_of(traces: Sequence[AttemptTrace]) -> list[Lane]:
 
 
 def _extent(spans: Sequence[StageSpan], traces: Sequence[AttemptTrace]) -> Interval:
+    """Interval of everything drawn."""
     begins = [*(span.begin for span in spans), *(trace.drawn_at for trace in traces)]
     ends = [*(span.end for span in spans), *(trace.consumed_at for trace in traces)]
     return (min(begins), max(ends)) if begins else (0.0, 1.0)
@@ -131,16 +135,16 @@ def _facts(activity: Activity) -> str:
         "bubble: it waits": f"{activity.bubble:.0%}",
         "engines busy": f"{activity.engines_busy:.0%}",
         "attempts running per engine": f"{activity.mean_running:.1f}",
-        "attempt seconds p50 / p90 / p99": _three(activity.attempt_seconds, "{:.3g}"),
-        "attempt tokens p50 / p90 / p99": _three(activity.attempt_tokens, "{:,.0f}"),
+        "attempt seconds p50 / p90 / p99": _percentiles_text(activity.attempt_seconds, "{:.3g}"),
+        "attempt tokens p50 / p90 / p99": _percentiles_text(activity.attempt_tokens, "{:,.0f}"),
         f"tokens wasted{': ' + by_fate if by_fate else ''}": f"{wasted:.1%}",
     }
     if activity.staleness is not None:
-        facts["staleness p50 / p90 / p99"] = _three(activity.staleness, "{:.0f}")
+        facts["staleness p50 / p90 / p99"] = _percentiles_text(activity.staleness, "{:.0f}")
     return "".join(f"<div><b>{html.escape(v)}</b><span>{html.escape(k)}</span></div>" for k, v in facts.items())
 
 
-def _three(values: Percentiles, shown: str) -> str:
+def _percentiles_text(values: Percentiles, shown: str) -> str:
     return " / ".join(shown.format(value) for value in (values.p50, values.p90, values.p99))
 
 
@@ -149,7 +153,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _mean_iteration(activity: Activity) -> str:
-    """The stages of the mean iteration, one after the other, in proportion."""
+    """Render the stages of the mean iteration as one bar, with widths in proportion to their seconds."""
     if not activity.stage_seconds:
         return ""
     rest = max(0.0, activity.iteration_seconds - sum(activity.stage_seconds.values()))
@@ -158,7 +162,7 @@ def _mean_iteration(activity: Activity) -> str:
     parts = sorted(activity.stage_seconds.items(), key=lambda part: order.get(part[0], len(order)))
     return "".join(
         f'<div style="flex:{seconds:.4f};background:{_colour(stage)}" class="{stage}" '
-        f'title="{stage} {_seconds(seconds)}">{label if len(label) < ROOM * seconds / whole else ""}</div>'
+        f'title="{stage} {_seconds(seconds)}">{label if len(label) < MEAN_BAR_CHARACTERS * seconds / whole else ""}</div>'
         for stage, seconds in [*parts, ("between", rest)]
         for label in [f"{stage} {_seconds(seconds)}"]
         if seconds > 0
@@ -174,7 +178,8 @@ def _legend(spans: Sequence[StageSpan], traces: Sequence[AttemptTrace]) -> str:
     entries = [(stage, "collect: waits for rollouts" if stage == "collect" else stage) for stage in STAGES if stage in seen]
     entries += [("commit", "commit")] if "commit" in seen else []
     shown = "".join(
-        f'<span><i class="{stage}" style="background:{_colour(stage)}"></i>{says}</span>' for stage, says in entries
+        f'<span><i class="{stage}" style="background:{_colour(stage)}"></i>{description}</span>'
+        for stage, description in entries
     )
     if traces:
         shown += f'<span><i style="background:{RUNNING}"></i>running, trained on</span>'
@@ -186,7 +191,7 @@ def _legend(spans: Sequence[StageSpan], traces: Sequence[AttemptTrace]) -> str:
 def _stage_lane(spans: Sequence[StageSpan], begin: float, end: float) -> str:
     if not spans:
         return ""
-    rows = side_by_side(spans)
+    rows = rows_without_overlap(spans)
     bars = "".join(
         f'<rect class="{span.stage}" x="{span.begin - begin:.3f}" y="{row + 0.06}" width="{span.end - span.begin:.3f}" '
         f'height="0.88" fill="{_colour(span.stage)}">'
@@ -207,15 +212,15 @@ def _lane(lane: Lane, begin: float, end: float) -> str:
     )
     return (
         f'<div class="lane" style="height:{lane.height}px"><div class="label"><b>{html.escape(lane.name)}</b>'
-        f'<span>{html.escape(lane.says)}</span><em data-peak="{lane.areas[0].counts.peak}">peak '
+        f'<span>{html.escape(lane.description)}</span><em data-peak="{lane.areas[0].counts.peak}">peak '
         f"{lane.areas[0].counts.peak}</em></div>"
         f'<svg viewBox="0 0 {end - begin:.3f} {top}" preserveAspectRatio="none" data-top="{top}">{polygons}</svg></div>'
     )
 
 
-def _points(counts: Levels, begin: float, end: float, top: int) -> str:
-    """A filled staircase. SVG counts down from the top."""
-    drawn = counts if len(counts.times) <= COLUMNS else counts.coarse((begin, end), COLUMNS)
+def _points(counts: StepFunction, begin: float, end: float, top: int) -> str:
+    """Corners of the polygon of a step function. SVG y coordinates grow downward."""
+    drawn = counts if len(counts.times) <= COLUMNS else counts.downsampled((begin, end), COLUMNS)
     corners = [f"{max(0.0, drawn.times[0] - begin):.3f},{top}"]
     level = 0.0
     for time, after in zip(drawn.times.tolist(), drawn.levels.tolist(), strict=True):

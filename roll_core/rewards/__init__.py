@@ -1,1 +1,1 @@
-"""Rewards grade trajectories. A reward that fails raises; it never answers zero."""
+"""Rewards grade trajectories. A reward that fails raises; it never returns zero instead."""

@@ -1,4 +1,4 @@
-"""What a reward is, and which reward a config means."""
+"""Protocol of rewards, and the reward that a config selects. Reward workers use it."""
 
 from typing import Protocol
 
@@ -11,12 +11,15 @@ from roll_core.types.trajectory import Problem, Score, Trajectory
 
 
 class Reward(Protocol):
+    """Grader of single trajectories."""
+
     async def __call__(self, problem: Problem, trajectory: Trajectory) -> Score:
         """Grade one trajectory, or raise RewardError."""
         ...
 
 
 def build_reward(config: RewardConfig) -> Reward:
+    """Build the reward that a config selects."""
     match config:
         case ExactMatch():
             return ExactMatchReward(config.partial_credit)

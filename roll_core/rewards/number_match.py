@@ -1,4 +1,4 @@
-"""The last number in the answer, compared as a number: for word problems answered in prose."""
+"""Reward for the last number in the answer, compared as a number: for word problems answered in prose."""
 
 import re
 
@@ -6,9 +6,12 @@ from roll_core.errors import RewardError
 from roll_core.types.trajectory import Problem, Score, Trajectory
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+"""Decimal number, with optional thousands separators."""
 
 
 class NumberMatchReward:
+    """Reward of 1 if the last number of the answer is within `tolerance` of the expected one."""
+
     def __init__(self, tolerance: float):
         self._tolerance = tolerance
 

@@ -1,10 +1,10 @@
-"""Graders that may hang or crash, in processes of their own: an answer that takes too long costs its process and its
-trajectory, never the reward worker.
+"""Subprocesses for graders that may hang or crash. An answer that takes too long costs its process and its trajectory, never
+the reward worker.
 
-A process is this module run with the name of a grading module, whose `load_grader()` imports what takes long and answers
-with a function from a request to a `Score`. Requests and answers are lines of JSON. A process is started when it is first
-needed and has one answer at a time. This guards against accidents, not malice: a grader that evaluates what a policy wrote
-does so with the rights of the run.
+A subprocess runs this module with the name of a grading module. The `load_grader()` of that module does the slow imports and
+returns a function from a request to a `Score`. Requests and replies are lines of JSON. A process is started on first use and
+handles one request at a time. This guards against accidents, not malice: a grader that evaluates what a policy wrote does so
+with the rights of the run.
 """
 
 import asyncio
@@ -21,71 +21,75 @@ from roll_core.config.rewards import SubprocessGrading
 from roll_core.errors import RewardError, one_line
 from roll_core.types.trajectory import Problem, Score
 
-Grade = Callable[[dict[str, str]], Score]
-START_SECONDS = 120.0
-"""For the imports of a grader, from a slow disk; they take 1 to 4 s. Being late counts as passing: it is tried again."""
+GradeFunction = Callable[[dict[str, str]], Score]
+"""Grading function of a subprocess: request -> score."""
+START_TIMEOUT_S = 120.0
+"""Seconds for the imports of a grader from a slow disk; usually 1 to 4 s. A timeout is retried as a transient fault."""
 MEMORY_BYTES = 4 * 2**30
-"""Address space of a process: 9**9**9**9 ends in a MemoryError rather than in all memory of the machine."""
+"""Limit of the address space of a subprocess: 9**9**9**9 ends in a MemoryError, not in all memory of the machine."""
 ORPHAN_SECONDS = 5.0
-"""How much longer than its deadline an answer runs whose reward worker is gone and cannot end it."""
+"""Seconds beyond its deadline after which a request kills its process itself, if the reward worker is gone."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""Threads of numpy's would take up address space, each its share, on a machine with many cores."""
-LONGEST_LINE = 2**24
-"""Bytes; an answer is a few dozen, unless it says at length what went wrong."""
+"""Environment that turns off numpy's thread pools: each thread reserves address space, much with many cores."""
+MAX_LINE_BYTES = 2**24
+"""Maximum bytes of a reply. A score takes a few dozen; an error message may be long."""
 
 
 class SubprocessGrader:
-    """Grades with one module in up to `config.processes` processes; one that fails is replaced."""
+    """Pool of up to `config.processes` subprocesses that grade with one module; a failed process is replaced."""
 
     def __init__(self, reward: str, module: str, config: SubprocessGrading):
+        """Create an empty pool. `reward` is for error messages; `module` is the import name of a module with
+        `load_grader`."""
         self._reward, self._module, self._config = reward, module, config
         self._idle: list[Process] = []
-        self._turns = asyncio.Semaphore(config.processes)
+        self._slots = asyncio.Semaphore(config.processes)
 
     async def grade(self, problem: Problem, request: dict[str, str]) -> Score:
-        """The score of one request, or RewardError saying what went wrong with it."""
-        async with self._turns:
+        """Return the score of one request, or raise RewardError that says what went wrong."""
+        async with self._slots:
             process = self._idle.pop() if self._idle else await self._start()
             line = b""
             try:
-                line = await asyncio.wait_for(_ask(process, request), self._config.deadline_seconds)
+                line = await asyncio.wait_for(_exchange(process, request), self._config.deadline_seconds)
             except TimeoutError:
                 limit = f"reward.deadline_seconds ({self._config.deadline_seconds:g})"
                 raise RewardError(self._reward, problem.problem_id, f"it took longer than {limit}") from None
             finally:
                 if line.endswith(b"\n"):
                     self._idle.append(process)
-                else:  # late, dead or, where this was cancelled, in the middle of an answer
-                    _end(process)
+                else:  # late, dead, or cancelled in the middle of a request
+                    _kill(process)
         if not line.endswith(b"\n"):
             raise RewardError(self._reward, problem.problem_id, "its process died of it")
-        answer = json.loads(line)
-        if "failure" in answer:
-            raise RewardError(self._reward, problem.problem_id, answer["failure"])
-        return Score(answer["value"], answer["correct"])
+        reply = json.loads(line)
+        if "failure" in reply:
+            raise RewardError(self._reward, problem.problem_id, reply["failure"])
+        return Score(reply["value"], reply["correct"])
 
     async def _start(self) -> Process:
+        """Start a subprocess and wait until its imports are done."""
         seconds = self._config.deadline_seconds + ORPHAN_SECONDS
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "roll_core.rewards.subprocess_grader", self._module, str(seconds)),
             stdin=PIPE,
             stdout=PIPE,
-            limit=LONGEST_LINE,
+            limit=MAX_LINE_BYTES,
             env=os.environ | ONE_THREAD | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         assert process.stdout is not None
         try:
-            started = await asyncio.wait_for(process.stdout.readline(), START_SECONDS)
+            started = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
         except BaseException:
-            _end(process)
+            _kill(process)
             raise
         if not started:
             raise ConnectionError(f"the process of reward '{self._reward}' died while starting")
         return process
 
 
-async def _ask(process: Process, request: dict[str, str]) -> bytes:
-    """The line that answers; empty if the process died."""
+async def _exchange(process: Process, request: dict[str, str]) -> bytes:
+    """Send a request and return the reply line; empty if the process died."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -96,29 +100,29 @@ async def _ask(process: Process, request: dict[str, str]) -> bytes:
     return await process.stdout.readline()
 
 
-def _end(process: Process) -> None:
+def _kill(process: Process) -> None:
     if process.returncode is None:
         process.kill()
 
 
 def serve(module: str, seconds: float) -> None:
-    """Answer requests until there are no more; a request that runs for `seconds` ends the process."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a grader prints is no answer
-    grade: Grade = importlib.import_module(module).load_grader()
+    """Reply to requests from stdin until it is closed; a request that runs for `seconds` kills the process."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a grader prints goes to stderr, not among the replies
+    grade: GradeFunction = importlib.import_module(module).load_grader()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    answers.write("started\n")
-    answers.flush()
+    replies.write("started\n")
+    replies.flush()
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_REAL, seconds)  # its signal ends the process, whatever that is doing
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM kills the process, whatever it is doing
         try:
             score = grade(json.loads(line))
-            answer: dict[str, object] = {"value": score.value, "correct": score.correct}
-        except Exception as error:  # the boundary to what grades
-            answer = {"failure": one_line(error)}
+            reply: dict[str, object] = {"value": score.value, "correct": score.correct}
+        except Exception as error:  # boundary to foreign grading code
+            reply = {"failure": one_line(error)}
         signal.setitimer(signal.ITIMER_REAL, 0)
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Ray actors that hold models on devices for the life of a leg. Importing a role costs no torch: its process does that."""
+"""Ray actors that hold models on devices for the life of a leg. Importing a role does not import torch; its process does."""

@@ -1,7 +1,8 @@
-"""What every node of a leg is asked before roles start on it: can it write, is there room, is its clock right, do its GPUs
-compute, does a collective reach the others? What is found here names the node; later it would be a role that is late.
+"""Canary checks of every node, before roles start on it: folders are writable and have space, the clock is right, GPUs
+compute, and an all-reduce reaches all nodes. A fault found here names the node; found later it would look like a late role.
 
-Called by the fleet, once Ray is up. On a laptop that is a file written and removed, in this process; else a Ray task a node.
+The fleet calls `check_nodes` once Ray is up. A single CPU node only has its folders checked, in this process; else each node
+runs a Ray task.
 """
 
 import os
@@ -25,11 +26,13 @@ from roll_core.roles.ray_cluster import leg_nodes
 
 GIGABYTE = 1e9
 PROBE = b"roll" * 2**18
-"""A megabyte: enough to reach the disk, too little to wait for."""
+"""Bytes written to test a disk: one megabyte, enough to reach the disk and quick to write."""
 
 
 @dataclass(frozen=True)
 class CanaryRequest:
+    """Requirements of a node: folders it can write to, free space in GB (1e9 bytes) in each, and number of GPUs."""
+
     folders: tuple[Path, ...]
     free_gigabytes: float
     num_gpus: int
@@ -37,87 +40,92 @@ class CanaryRequest:
 
 @dataclass(frozen=True)
 class CanaryReply:
-    """What a node says of itself. `meeting_point` is where others could meet it: tcp://10.0.0.7:41234"""
+    """Result of the checks that a node ran on itself."""
 
     node: str
     clock: float
-    troubles: tuple[str, ...]
-    meeting_point: str
+    """Time on the node when the checks began, in seconds since the epoch."""
+    faults: tuple[str, ...]
+    rendezvous_address: str
+    """Address where this node could host a process group. Example: tcp://10.0.0.7:41234"""
 
 
 @dataclass(frozen=True)
 class CollectiveMember:
-    """A node in a collective."""
+    """Node that takes part in an all-reduce."""
 
     node: str
-    meeting_point: str
+    rendezvous_address: str
     options: dict[str, object]
+    """Ray options that run a task on this node."""
 
 
 def check_nodes(cluster: ClusterConfig, nodes: NodesConfig, work_dir: Path) -> None:
-    """Raise NodeUnfit, which names every node that is not fit and why."""
+    """Raise NodeUnfit if a node has a fault; the error names every unfit node and its faults."""
     on_gpu = cluster.device is DeviceKind.CUDA
     num_gpus = cluster.devices_per_node if on_gpu else 0
-    question = CanaryRequest((work_dir, Path(tempfile.gettempdir())), nodes.free_gigabytes, num_gpus)
+    request = CanaryRequest((work_dir, Path(tempfile.gettempdir())), nodes.free_gigabytes, num_gpus)
     if cluster.nodes == 1 and not on_gpu:
-        unfit = {node_name(): troubles} if (troubles := disk_troubles(question)) else {}
+        unfit = {node_name(): faults} if (faults := disk_faults(request)) else {}
     else:
-        unfit, members = ask_nodes(question, nodes)
+        unfit, members = ask_nodes(request, nodes)
         if not unfit and len(members) > 1:
-            unfit = unmet(members, lambda some: meet(some, "nccl" if on_gpu else "gloo", nodes.canary_seconds))
+            unfit = unreachable_nodes(
+                members, lambda some: try_all_reduce(some, "nccl" if on_gpu else "gloo", nodes.canary_seconds)
+            )
     if unfit:
-        raise NodeUnfit({node: "; ".join(troubles) for node, troubles in sorted(unfit.items())})
+        raise NodeUnfit({node: "; ".join(faults) for node, faults in sorted(unfit.items())})
 
 
 def node_name() -> str:
-    """As the launcher knows it, which is not always the host's name."""
+    """Name of this node as the launcher knows it, which is not always the host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def ask_nodes(question: CanaryRequest, nodes: NodesConfig) -> tuple[dict[str, list[str]], list[CollectiveMember]]:
-    """What is wrong, by node, and all that answered."""
+def ask_nodes(request: CanaryRequest, nodes: NodesConfig) -> tuple[dict[str, list[str]], list[CollectiveMember]]:
+    """Run the checks on all nodes of the leg; return the faults by node, and the nodes that replied."""
     asked_at = time.time()
     unfit: dict[str, list[str]] = {}
     pending = {}
     for node in leg_nodes():
         host, num_gpus = node["NodeName"], int(node["Resources"].get("GPU", 0))
-        if num_gpus < question.num_gpus:
-            unfit[host] = [f"Ray sees {num_gpus} GPUs, cluster.devices_per_node asks for {question.num_gpus}"]
+        if num_gpus < request.num_gpus:
+            unfit[host] = [f"Ray sees {num_gpus} GPUs, cluster.devices_per_node asks for {request.num_gpus}"]
             continue
         here = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False), "num_cpus": 0}
-        task = ray.remote(examine).options(**here, num_gpus=question.num_gpus, max_retries=0)
-        pending[task.remote(question)] = (host, here | {"num_gpus": min(1, question.num_gpus)})
+        task = ray.remote(examine_node).options(**here, num_gpus=request.num_gpus, max_retries=0)
+        pending[task.remote(request)] = (host, here | {"num_gpus": min(1, request.num_gpus)})
     ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=nodes.canary_seconds) if pending else ([], [])
-    answered_at = time.time()
+    replied_at = time.time()
     members = []
     for ref, (host, options) in pending.items():
         if ref not in ready:
             unfit[host] = [f"no answer within {nodes.canary_seconds:.0f} s (nodes.canary_seconds)"]
             continue
         try:
-            answer: CanaryReply = ray.get(ref)
+            reply: CanaryReply = ray.get(ref)
         except ray.exceptions.RayError as error:
             unfit[host] = [one_line(error)]
             continue
-        troubles = [*answer.troubles, *clock_troubles(asked_at, answered_at, answer.clock, nodes.clock_seconds)]
-        if troubles:
-            unfit[answer.node] = troubles
-        members.append(CollectiveMember(answer.node, answer.meeting_point, options))
+        faults = [*reply.faults, *clock_faults(asked_at, replied_at, reply.clock, nodes.clock_seconds)]
+        if faults:
+            unfit[reply.node] = faults
+        members.append(CollectiveMember(reply.node, reply.rendezvous_address, options))
     return unfit, members
 
 
-def examine(question: CanaryRequest) -> CanaryReply:
-    """On the node itself."""
+def examine_node(request: CanaryRequest) -> CanaryReply:
+    """Check the node that this runs on. Runs as a Ray task."""
     clock = time.time()
-    troubles = (*disk_troubles(question), *(gpu_troubles(question.num_gpus) if question.num_gpus else ()))
-    meeting_point = f"tcp://{ray.util.get_node_ip_address()}:{free_port(ANY_ADDRESS)}"
-    return CanaryReply(node_name(), clock, tuple(troubles), meeting_point)
+    faults = (*disk_faults(request), *(gpu_faults(request.num_gpus) if request.num_gpus else ()))
+    rendezvous_address = f"tcp://{ray.util.get_node_ip_address()}:{free_port(ANY_ADDRESS)}"
+    return CanaryReply(node_name(), clock, tuple(faults), rendezvous_address)
 
 
-def disk_troubles(question: CanaryRequest) -> list[str]:
-    """Folders that cannot be written to, read back, or are all but full."""
-    troubles = []
-    for folder in question.folders:
+def disk_faults(request: CanaryRequest) -> list[str]:
+    """Return the faults of the folders: not writable, not read back as written, or too full."""
+    faults = []
+    for folder in request.folders:
         probe = folder / f".canary-{uuid.uuid4().hex}"
         try:
             probe.write_bytes(PROBE)
@@ -125,58 +133,65 @@ def disk_troubles(question: CanaryRequest) -> list[str]:
             probe.unlink()
             free = shutil.disk_usage(folder).free / GIGABYTE
         except OSError as error:
-            troubles.append(f"{folder} cannot be written to ({error.strerror})")
+            faults.append(f"{folder} cannot be written to ({error.strerror})")
             continue
         if not is_intact:
-            troubles.append(f"{folder} gives back other bytes than were written")
-        if free < question.free_gigabytes:
-            troubles.append(f"{folder} has {free:.1f} GB left (nodes.free_gigabytes asks for {question.free_gigabytes:g})")
-    return troubles
+            faults.append(f"{folder} gives back other bytes than were written")
+        if free < request.free_gigabytes:
+            faults.append(f"{folder} has {free:.1f} GB left (nodes.free_gigabytes asks for {request.free_gigabytes:g})")
+    return faults
 
 
-def clock_troubles(asked_at: float, answered_at: float, clock: float, tolerance_s: float) -> list[str]:
-    """A clock is right if it says a time between question and answer, however long both took."""
-    off = max(asked_at - clock, clock - answered_at, 0.0)
+def clock_faults(asked_at: float, replied_at: float, clock: float, tolerance_s: float) -> list[str]:
+    """Return the fault of a node's clock, if any. A right clock shows a time between request and reply, however long both
+    took, give or take `tolerance_s` seconds."""
+    off = max(asked_at - clock, clock - replied_at, 0.0)
     return [f"its clock is off by {off:.0f} s (nodes.clock_seconds allows {tolerance_s:g})"] if off > tolerance_s else []
 
 
-def gpu_troubles(num_gpus: int) -> list[str]:
-    """GPUs that are not there, or do not compute what they should."""
+def gpu_faults(num_gpus: int) -> list[str]:
+    """Return the faults of this node's GPUs: missing, unusable, or computing wrong results."""
     import torch
 
     if torch.cuda.device_count() < num_gpus:
         return [f"{torch.cuda.device_count()} GPUs are visible, cluster.devices_per_node asks for {num_gpus}"]
-    troubles = []
+    faults = []
     for gpu in range(num_gpus):
         try:
             ones = torch.ones(256, 256, device=f"cuda:{gpu}")
             total = float((ones @ ones).sum())  # 256 ** 3, exact in float32
         except RuntimeError as error:
-            troubles.append(f"GPU {gpu} cannot be used ({one_line(error)})")
+            faults.append(f"GPU {gpu} cannot be used ({one_line(error)})")
             continue
         if total != 256**3:
-            troubles.append(f"GPU {gpu} computes {total} where {256**3} is right")
-    return troubles
+            faults.append(f"GPU {gpu} computes {total} where {256**3} is right")
+    return faults
 
 
-def unmet(members: Sequence[CollectiveMember], meet: Callable[[Sequence[CollectiveMember]], str]) -> dict[str, list[str]]:
-    """Whom a collective of all fails for: whoever fails with the first alone; the first, if all do; all, if none does."""
-    trouble = meet(members)
-    if not trouble:
+def unreachable_nodes(
+    members: Sequence[CollectiveMember], try_all_reduce: Callable[[Sequence[CollectiveMember]], str]
+) -> dict[str, list[str]]:
+    """Return the nodes that make an all-reduce fail, and why; `try_all_reduce` returns an error or an empty string.
+
+    Each node is tried in a pair with the first node. The nodes whose pair fails are returned; only the first, if all pairs
+    fail; all nodes, if no pair fails or there are only two nodes.
+    """
+    error = try_all_reduce(members)
+    if not error:
         return {}
     first, others = members[0], members[1:]
-    found = {other.node: said for other in others if (said := meet([first, other]))} if len(others) > 1 else {}
+    found = {other.node: reason for other in others if (reason := try_all_reduce([first, other]))} if len(others) > 1 else {}
     if found and len(found) == len(others):
-        found = {first.node: trouble}
-    return {node: [f"collective: {said}"] for node, said in (found or {m.node: trouble for m in members}).items()}
+        found = {first.node: error}
+    return {node: [f"collective: {reason}"] for node, reason in (found or {m.node: error for m in members}).items()}
 
 
-def meet(members: Sequence[CollectiveMember], backend: str, deadline_s: float) -> str:
-    """An all-reduce among nodes; what went wrong with it, or nothing."""
+def try_all_reduce(members: Sequence[CollectiveMember], backend: str, deadline_s: float) -> str:
+    """Run an all-reduce on these nodes; return the error in one line, or an empty string if it worked."""
     refs = [
-        ray.remote(max_calls=1)(all_reduce)  # what a collective left in its process goes with it
+        ray.remote(max_calls=1)(all_reduce)  # a process of its own: nothing of a collective is left behind
         .options(**member.options, max_retries=0)
-        .remote(members[0].meeting_point, rank, len(members), backend, deadline_s)
+        .remote(members[0].rendezvous_address, rank, len(members), backend, deadline_s)
         for rank, member in enumerate(members)
     ]
     try:
@@ -188,15 +203,15 @@ def meet(members: Sequence[CollectiveMember], backend: str, deadline_s: float) -
     return ""
 
 
-def all_reduce(meeting_point: str, rank: int, world_size: int, backend: str, deadline_s: float) -> None:
-    """On a node: add up ones with the others."""
+def all_reduce(rendezvous_address: str, rank: int, world_size: int, backend: str, deadline_s: float) -> None:
+    """Sum ones over all nodes; raise RuntimeError if the sum is wrong. Runs as a Ray task on each node."""
     from datetime import timedelta
 
     import torch
     import torch.distributed as dist
 
     dist.init_process_group(
-        backend, init_method=meeting_point, rank=rank, world_size=world_size, timeout=timedelta(seconds=deadline_s)
+        backend, init_method=rendezvous_address, rank=rank, world_size=world_size, timeout=timedelta(seconds=deadline_s)
     )
     try:
         ones = torch.ones(1024, device="cuda" if backend == "nccl" else "cpu")

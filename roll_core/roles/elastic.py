@@ -1,7 +1,8 @@
-"""Engines on nodes that may go at any time, and come back (`legs.elastic`). Part of a leg's workforce.
+"""Engines on elastic nodes (`legs.elastic`), which may be preempted at any time and may come back. Part of a leg's worker
+pool.
 
-They start, and take over weights, while nobody waits for them; once they have those that all engines have, they belong to
-the workforce. Whoever dies is dropped: where its node lives another one is started there, and no node is waited for.
+Elastic engines start and load weights in the background. An engine joins the pool once it has the current weights version. A
+dead engine is dropped. Another one is started if its node is alive; no stage waits for a lost node.
 """
 
 import logging
@@ -18,84 +19,96 @@ from roll_core.roles.ray_cluster import elastic_nodes
 from roll_core.roles.ray_weights import RayWeights
 from roll_core.types.refs import WeightsRef
 
-STARTS = 3
-"""How often, on average, each place on a node gets an engine; then something is wrong with the node."""
+MAX_STARTS_PER_SLOT = 3
+"""Engine starts per slot of a node, on average. A node that has used them up is faulty and gets no more engines."""
 
 log = logging.getLogger(__name__)
 
-Make = Callable[[str], ActorHandle]
-"""An engine on a node, by Ray's id of it."""
+EngineFactory = Callable[[str], ActorHandle]
+"""Creates an engine actor on a node, given Ray's node id."""
 WeightsGetter = Callable[[int], RayWeights | WeightsRef]
-"""The weights of a version, as somebody takes them over who has none."""
+"""Returns the weights of a version, in a form that an engine without any weights can load."""
 
 
 @dataclass
 class _StartingEngine:
-    """An engine on its way into the workforce."""
+    """Engine that is starting or loading weights, and is not in the worker pool yet."""
 
     node: str
     actor: ActorHandle
-    doing: ray.ObjectRef
+    pending_call: ray.ObjectRef
+    """The call in progress: `start`, then `adopt`."""
     version: int | None = None
-    """Of the weights it is taking over; None while it starts."""
+    """Weights version that is being loaded; None while the engine starts."""
 
 
 class ElasticEngines:
-    def __init__(self, make: Make, devices_each: int, first_number: int):
-        self._make = make
-        self._devices_each = devices_each
-        self._first_number = first_number
-        self._recruits: dict[str, _StartingEngine] = {}
-        self._node_of: dict[str, str] = {}
-        """Engines that belong to the workforce."""
-        self._starts: Counter[str] = Counter()
+    """Engines on elastic nodes: starts them, loads their weights, hands them to the worker pool, forgets dead ones."""
 
-    def look(self, version: int, held: WeightsGetter) -> dict[str, ActorHandle]:
-        """Engines that have come to belong to the workforce, by name: they have these weights."""
-        self._start_on_new_nodes()
+    def __init__(self, make: EngineFactory, devices_per_engine: int, first_number: int):
+        self._make = make
+        self._devices_per_engine = devices_per_engine
+        self._first_number = first_number
+        self._starting: dict[str, _StartingEngine] = {}
+        """Engines that are not in the worker pool yet, by name."""
+        self._node_of: dict[str, str] = {}
+        """Ray's node id of each engine that is in the worker pool, by engine name."""
+        self._starts: Counter[str] = Counter()
+        """Engines started so far, by Ray's node id."""
+
+    def poll(self, version: int, get_weights: WeightsGetter) -> dict[str, ActorHandle]:
+        """Start engines on free slots and return the engines that became ready, by name: they have the weights of this
+        version. Never waits for an engine."""
+        self._fill_free_slots()
         weights: RayWeights | WeightsRef | None = None
-        enlisted = {}
-        for name, recruit in list(self._recruits.items()):
-            if not ray.wait([recruit.doing], timeout=0)[0] or self._has_failed(name, recruit):
+        ready = {}
+        for name, starting in list(self._starting.items()):
+            if not ray.wait([starting.pending_call], timeout=0)[0] or self._has_failed(name, starting):
                 continue
-            if recruit.version == version:
-                enlisted[name] = recruit.actor
-                self._node_of[name] = self._recruits.pop(name).node
+            if starting.version == version:
+                ready[name] = starting.actor
+                self._node_of[name] = self._starting.pop(name).node
             else:
-                weights = weights or held(version)
-                recruit.version, recruit.doing = version, recruit.actor.adopt.remote(weights)
-        return enlisted
+                weights = weights or get_weights(version)
+                starting.version, starting.pending_call = version, starting.actor.adopt.remote(weights)
+        return ready
 
     def drop(self, names: Collection[str]) -> list[str]:
-        """Those of these that were here: nobody expects them back."""
+        """Forget those of the named engines that are elastic; return their names."""
         ours = [name for name in names if self._node_of.pop(name, None) is not None]
         if ours:
             log.warning("%s: gone with a node, or on one, that may go", ", ".join(ours))
         return ours
 
-    def _start_on_new_nodes(self) -> None:
-        engaged = Counter([*self._node_of.values(), *(recruit.node for recruit in self._recruits.values())])
-        for node in vacancies(elastic_nodes(), engaged, self._starts, self._devices_each):
-            taken = self._node_of.keys() | self._recruits.keys()
+    def _fill_free_slots(self) -> None:
+        """Start an engine on every free slot of the elastic nodes."""
+        occupied = Counter([*self._node_of.values(), *(starting.node for starting in self._starting.values())])
+        for node in free_engine_slots(elastic_nodes(), occupied, self._starts, self._devices_per_engine):
+            taken = self._node_of.keys() | self._starting.keys()
             name = next(name for name in map("engine {}".format, count(self._first_number)) if name not in taken)
             actor = self._make(node)
-            self._recruits[name] = _StartingEngine(node, actor, actor.start.remote())
+            self._starting[name] = _StartingEngine(node, actor, actor.start.remote())
             self._starts[node] += 1
 
-    def _has_failed(self, name: str, recruit: _StartingEngine) -> bool:
+    def _has_failed(self, name: str, starting: _StartingEngine) -> bool:
+        """Return True if the finished call failed; the engine is then killed and forgotten."""
         try:
-            ray.get(recruit.doing)
-        except ray.exceptions.RayError as error:  # whatever is wrong there: the run does without it
+            ray.get(starting.pending_call)
+        except ray.exceptions.RayError as error:  # any failure: the run continues without this engine
             log.warning("%s could not be added: %s", name, one_line(error))
-            ray.kill(self._recruits.pop(name).actor)
+            ray.kill(self._starting.pop(name).actor)
             return True
         return False
 
 
-def vacancies(devices_of: Mapping[str, int], engaged: Counter[str], starts: Counter[str], devices_each: int) -> list[str]:
-    """Nodes that have room for an engine, once for each that they have room for."""
+def free_engine_slots(
+    devices_of: Mapping[str, int], occupied: Counter[str], starts: Counter[str], devices_per_engine: int
+) -> list[str]:
+    """Return the nodes with free slots for engines: each node id once per slot. `devices_of` counts devices, `occupied`
+    counts engines and `starts` counts engine starts so far, all by node id. Slots of a node that has no starts left
+    (MAX_STARTS_PER_SLOT) are not free."""
     found = []
     for node, devices in devices_of.items():
-        places = devices // devices_each
-        found += [node] * min(places - engaged[node], STARTS * places - starts[node])
+        slots = devices // devices_per_engine
+        found += [node] * min(slots - occupied[node], MAX_STARTS_PER_SLOT * slots - starts[node])
     return found

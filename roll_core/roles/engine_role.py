@@ -1,4 +1,4 @@
-"""An inference engine as a Ray actor. Requests and completions travel in lists, since a call costs more than a token."""
+"""Inference engine as a Ray actor. Requests and completions travel in lists, since a call costs more than a token."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ from roll_core.config.run import RunConfig
 from roll_core.errors import EngineDied
 from roll_core.inference.completions import as_they_finish
 from roll_core.inference.requests import Completion, GenerationRequest
-from roll_core.roles.process import settle
+from roll_core.roles.process import freeze_garbage_collector
 from roll_core.roles.ray_weights import RayWeights
 from roll_core.store.object_store import ObjectStore
 from roll_core.types.refs import WeightsRef
@@ -30,38 +30,47 @@ log = logging.getLogger(__name__)
 
 
 class EngineRole:
+    """Ray actor that holds one inference engine.
+
+    Methods that have the name of a method of `InferenceEngine` forward to it. If the engine dies, the actor ends with it.
+    """
+
     def __init__(self, config: RunConfig, store_uri: str):
         self._config = config
         self._store = ObjectStore(store_uri, config.store.retry_seconds)
 
     async def start(self) -> None:
+        """Build the engine and load its model."""
         self._engine = _build_engine(self._config)
-        settle()
+        freeze_garbage_collector()
 
     @cached_property
     def _reader(self) -> "WeightsReader":
+        """Reader of weights in the store; built on first use, since it imports torch."""
         from roll_core.weights.stored import WeightsReader
 
         return WeightsReader(self._store)
 
-    async def answer(self) -> None:
-        """Show that the engine is there, not only this process."""
-        with _one_life():
-            await self._engine.answer()
+    async def ping(self) -> None:
+        """Return once the engine responds, not only this process."""
+        with _ending_with_engine():
+            await self._engine.ping()
 
     async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
-        with _one_life():
+        """Generate completions of all requests; yield them in the order they finish, several at a time."""
+        with _ending_with_engine():
             async for completions in as_they_finish(self._engine.generate(request) for request in requests):
                 yield completions
 
     async def abort(self, request_ids: list[str]) -> None:
-        await asyncio.sleep(0)  # what came before this is with the engine then
-        with _one_life():
+        """End these requests now; their completions have the tokens generated so far."""
+        await asyncio.sleep(0)  # requests sent before this call reach the engine first
+        with _ending_with_engine():
             await self._engine.abort(*request_ids)
 
     async def adopt(self, weights: RayWeights | WeightsRef) -> int:
-        """Take over weights that wait in memory or in the store; answers their size in bytes. They are fetched before
-        anything has to wait for them."""
+        """Load weights from Ray's object store or from the store; return their size in bytes. They are fetched before the
+        engine stops for them."""
         buckets: Iterable[WeightsBucket]
         if isinstance(weights, RayWeights):
             buckets, check = [await bucket for bucket in weights.buckets], await weights.check
@@ -70,7 +79,7 @@ class EngineRole:
             buckets, check = self._reader.buckets(weights), self._reader.check(weights)
         await self.begin_update()
         num_bytes = 0
-        with _one_life():
+        with _ending_with_engine():
             for bucket in buckets:
                 await self._engine.load(bucket)
                 num_bytes += bucket.data.nbytes
@@ -78,41 +87,46 @@ class EngineRole:
         return num_bytes
 
     async def begin_update(self) -> None:
-        with _one_life():
+        """Stop generating for an update; `rollout.in_flight` decides what becomes of running requests."""
+        with _ending_with_engine():
             await self._engine.begin_update(self._config.rollout.in_flight)
 
-    async def join(self, meeting: "Rendezvous", rank: int) -> None:
-        with _one_life():
-            await self._engine.join(meeting, rank)
+    async def join(self, rendezvous: "Rendezvous", rank: int) -> None:
+        """Join a broadcast group as this rank, and as the next ranks if the engine has several workers."""
+        with _ending_with_engine():
+            await self._engine.join(rendezvous, rank)
 
     async def load(self, bucket: "DeviceBucket | BroadcastBucket") -> int:
-        """Take over a bucket that a rank on this engine's GPU shares, or that is broadcast; answers its size in bytes."""
-        with _one_life():
+        """Load a bucket that a trainer rank shares on this GPU, or broadcasts; return its size in bytes."""
+        with _ending_with_engine():
             await self._engine.load(bucket)
         return bucket.num_bytes
 
     async def finish_update(self, version: int, check: "WeightsCheck") -> None:
-        with _one_life():
+        """Check the loaded weights and serve with them under this version number."""
+        with _ending_with_engine():
             await self._engine.finish_update(version, check)
 
-    async def load_only(self, bucket: "DeviceBucket", version: int, check: "WeightsCheck") -> int:
-        """Take over a bucket that has all weights, and serve by them."""
+    async def load_all(self, bucket: "DeviceBucket", version: int, check: "WeightsCheck") -> int:
+        """Load a bucket that holds all weights and finish the update; return the size in bytes."""
         num_bytes = await self.load(bucket)
         await self.finish_update(version, check)
         return num_bytes
 
     async def sleep(self) -> None:
-        with _one_life():
+        """Release the device memory while a colocated trainer works."""
+        with _ending_with_engine():
             await self._engine.sleep()
 
     async def wake(self) -> None:
-        with _one_life():
+        """Allocate the device memory again, after an update has loaded weights."""
+        with _ending_with_engine():
             await self._engine.wake()
 
 
 @contextmanager
-def _one_life() -> Iterator[None]:
-    """A role whose engine died ends with it: who is gone is replaced, wherever that is noticed."""
+def _ending_with_engine() -> Iterator[None]:
+    """End this process if the engine dies: callers notice a dead role, and the fleet replaces it."""
     try:
         yield
     except EngineDied:
@@ -121,6 +135,7 @@ def _one_life() -> Iterator[None]:
 
 
 def _build_engine(config: RunConfig) -> "InferenceEngine":
+    """Build the engine that `inference.kind` names."""
     num_slots = config.rollout.slots_per_engine
     match config.inference:
         case RehearsalInference() as latency:
@@ -134,6 +149,7 @@ def _build_engine(config: RunConfig) -> "InferenceEngine":
 def _build_engine_with_model(
     config: RunConfig, inference: TorchInference | VllmInference, num_slots: int
 ) -> "InferenceEngine":
+    """Build an engine that runs a model; imports torch."""
     import torch
 
     from roll_core.models.lean_import import import_models

@@ -1,6 +1,6 @@
-"""All roles of a leg behind one object: each stage of an iteration is one method, one request, one receipt.
+"""Roles of a leg behind one object: each stage of an iteration is one method, one request and one receipt.
 
-The tasks call it; it holds Ray handles and object references, never a batch or a tensor.
+Tasks call it. It holds Ray handles and object references, never a batch or a tensor.
 """
 
 import json
@@ -18,15 +18,17 @@ import ray
 from ray.actor import ActorHandle
 
 from roll_core.config.run import RunConfig
+from roll_core.config.training.training import BackendKind
 from roll_core.errors import RoleDied, RollError
-from roll_core.host import replacing
+from roll_core.host import atomic_replace
 from roll_core.roles.canary import check_nodes
 from roll_core.roles.placement import reserve_devices
 from roll_core.roles.publishing import RANK_0, Publisher
 from roll_core.roles.ray_cluster import connect_ray, node_names, raylet_pid
 from roll_core.roles.ray_weights import RayWeights
+from roll_core.roles.rehearsal_rank import RehearsalRank
 from roll_core.roles.scheduler_role import SchedulerRole
-from roll_core.roles.trainer_rank import BESIDE, TrainerRank
+from roll_core.roles.trainer_rank import BACKGROUND, TrainerRank
 from roll_core.roles.waiting import wait_for, wait_for_survivors
 from roll_core.roles.worker_pool import OFF_DEVICE, WorkerPool
 from roll_core.store.object_store import ObjectStore
@@ -37,34 +39,42 @@ from roll_core.types.manifest import Collected, CollectRequest, Evaluated, Manif
 from roll_core.types.refs import ArtifactKind, ArtifactRef, CheckpointRef, ExportRef, RunRef, WeightsRef
 
 SCHEDULER = "rollout scheduler"
-MAX_SUCCESSIONS = 3
-"""How often in one stage engines and reward workers are replaced after the last of them died; then the leg ends."""
-RECRUIT_S = 2.0
-"""How often it is looked for nodes with `legs.elastic`."""
+MAX_REPLACEMENTS = 3
+"""Rounds of replacing dead engines and reward workers in one stage. A round happens when a stage fails because no engine or
+no reward worker is left. After the last round the leg ends."""
+ELASTIC_POLL_S = 2.0
+"""Seconds between two polls for engines on elastic nodes (`legs.elastic`) while a stage runs."""
 
 log = logging.getLogger(__name__)
 
 
 class Fleet:
-    """Use as a context manager: roles start on entry and are gone, with their Ray cluster, on exit."""
+    """Trainer ranks, engines, reward workers and the rollout scheduler of a leg.
+
+    Use as a context manager: roles start on entry and are gone, with their Ray cluster, on exit.
+    """
 
     scheduler_role: type[SchedulerRole] = SchedulerRole
-    """A benchmark compares with another one."""
+    """Class of the rollout scheduler's actor; a benchmark substitutes its own."""
 
     def __init__(self, run: RunRef, config: RunConfig, leg_dir: Path, ray_address: str | None = None):
         self._run = run
         self._config = config
         self._leg_dir = leg_dir
         self._ray_address = ray_address
-        """Of a Ray cluster that is there already, with its head on this machine; None starts one here."""
+        """Address of a running Ray cluster whose head is on this machine; None starts a cluster here."""
         self._trajectories: dict[str, list[ray.ObjectRef]] = {}
-        self._lent = False
-        """Whether the trainer has the devices that it shares with engines."""
+        """References to collected trajectories by request id, until `update` has used them."""
+        self._trainer_has_devices = False
+        """True while the trainer has the devices that it shares with engines."""
         self._store = ObjectStore(run.store_uri, config.store.retry_seconds)
-        self._beside = ThreadPoolExecutor(1, "store-checkpoint")
+        self._background = ThreadPoolExecutor(1, "store-checkpoint")
+        """Thread that stores checkpoints and deletes old weights while training continues."""
         self._storing: Future[CheckpointRef] | None = None
+        """Checkpoint that is being stored, if any."""
         self.checkpoint_s = 0.0
-        """How long it took to store the last checkpoint, or to load one, which is as long, while none was stored."""
+        """Seconds that it took to store the last checkpoint. Until one is stored: seconds that it took to load one, which
+        takes as long."""
 
     def __enter__(self) -> "Fleet":
         deadline_s = self._config.deadlines.start
@@ -72,9 +82,9 @@ class Fleet:
         check_nodes(self._config.cluster, self._config.nodes, self._leg_dir)
         devices = reserve_devices(self._config)
         config, placement = self._config, self._config.placement
-        self._workforce = WorkerPool(config, self._run.store_uri, devices)
+        self._worker_pool = WorkerPool(config, self._run.store_uri, devices)
         self._ranks = {
-            f"trainer rank {rank}": ray.remote(concurrency_groups={BESIDE: 1})(TrainerRank)
+            f"trainer rank {rank}": ray.remote(concurrency_groups={BACKGROUND: 1})(_rank_role(config))
             .options(**devices.options([device]))
             .remote(config, self._run, self._leg_dir, rank, len(placement.trainer))
             for rank, device in enumerate(placement.trainer)
@@ -82,10 +92,10 @@ class Fleet:
         self._scheduler = (
             ray.remote(self.scheduler_role)
             .options(**OFF_DEVICE)
-            .remote(config, self._run, self._leg_dir.parent, self._workforce.engines(), self._workforce.graders())
+            .remote(config, self._run, self._leg_dir.parent, self._worker_pool.engines(), self._worker_pool.graders())
         )
         self._publisher = Publisher(
-            config, self._run.run_id, self._store, self._ranks, self._workforce, self._replace, self._beside
+            config, self._run.run_id, self._store, self._ranks, self._worker_pool, self._replace, self._background
         )
         self._start_roles(deadline_s)
         return self
@@ -96,89 +106,100 @@ class Fleet:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Names of the machines this leg runs on now."""
+        """Names of the machines in this leg's Ray cluster now."""
         return node_names()
 
     def __exit__(self, *_: object) -> None:
-        ray.shutdown()  # ends what is still being stored, too
-        self._beside.shutdown()
+        ray.shutdown()  # also ends uploads in progress
+        self._background.shutdown()
 
     def warm_start(self) -> Metrics:
-        self._lend_devices_to_trainer()
+        """Run the supervised steps on demonstrations; return their metrics."""
+        self._give_devices_to_trainer()
         calls = {name: rank.warm_start.remote("warm_start") for name, rank in self._ranks.items()}
         return self._from_rank_0(wait_for(calls, "update", self._config.deadlines.update))
 
     def restore(self, checkpoint: CheckpointRef, first_checkpoint: CheckpointRef) -> None:
-        self._lend_devices_to_trainer()
+        """Load a checkpoint into the trainer. The reference policy, if the algorithm needs one, is that of
+        `first_checkpoint`."""
+        self._give_devices_to_trainer()
         began_at = time.monotonic()
         calls = {name: rank.restore.remote(checkpoint, first_checkpoint) for name, rank in self._ranks.items()}
         wait_for(calls, "checkpoint", self._config.deadlines.checkpoint)
         self.checkpoint_s = time.monotonic() - began_at
 
     def collect(self, request: CollectRequest) -> Collected:
-        self._have_engines_serve(request.weights_version)
+        """Generate and grade the trajectories of one batch."""
+        self._reload_engines(request.weights_version)
         version, deadline_s = request.weights_version, self._config.deadlines.collect
-        answer = self._with_successors(lambda: self._scheduler.collect.remote(request), version, "collect", deadline_s)
-        collected, self._trajectories[request.request_id] = answer
+        reply = self._retry_with_replacements(
+            lambda: self._scheduler.collect.remote(request), version, "collect", deadline_s
+        )
+        collected, self._trajectories[request.request_id] = reply
         return collected
 
     def prepare(self, collected: Collected) -> Prepared:
-        self._lend_devices_to_trainer()
+        """Compute the signals, advantages and micro-batches of a collected batch on the trainer ranks."""
+        self._give_devices_to_trainer()
         calls = {name: rank.prepare.remote(*self._batch(collected)) for name, rank in self._ranks.items()}
         return self._from_rank_0(wait_for(calls, "prepare", self._config.deadlines.prepare))
 
     def update_critic(self, collected: Collected) -> Metrics:
-        self._lend_devices_to_trainer()
+        """Run the critic's optimizer steps on a batch; return their metrics."""
+        self._give_devices_to_trainer()
         calls = {name: rank.update_critic.remote(*self._batch(collected)) for name, rank in self._ranks.items()}
         return self._from_rank_0(wait_for(calls, "update", self._config.deadlines.update))
 
     def update(self, collected: Collected) -> Updated:
-        self._lend_devices_to_trainer()
+        """Run the policy's optimizer steps on a batch."""
+        self._give_devices_to_trainer()
         calls = {name: rank.update.remote(*self._batch(collected)) for name, rank in self._ranks.items()}
         updated = self._from_rank_0(wait_for(calls, "update", self._config.deadlines.update))
         self._trajectories.pop(collected.request.request_id, None)
         return updated
 
     def publish(self, version: int) -> Published:
+        """Send the trainer's weights to all engines under this version number, and let the engines generate with it."""
         num_bytes, digest = self._publisher.publish(version)
-        if missing := [engine.name for engine in self._workforce.engines() if engine.name not in num_bytes]:
+        if missing := [engine.name for engine in self._worker_pool.engines() if engine.name not in num_bytes]:
             raise RoleDied(f"{', '.join(missing)} could not take over weights version {version}: who held them died")
-        self._lend_devices_to_engines()  # before anything is drawn, or all of it goes to those that were never paused
-        self._from_scheduler(self._scheduler.adopted.remote(version), "publish", self._config.deadlines.publish)
+        self._give_devices_to_engines()  # before attempts are drawn, else all go to engines that never paused
+        self._wait_for_scheduler(self._scheduler.on_adopted.remote(version), "publish", self._config.deadlines.publish)
         return Published(weights_version=version, weights_digest=digest, num_bytes=sum(num_bytes.values()))
 
     def weights_digest(self) -> str:
-        """Of the policy the trainer holds now."""
-        return self._publisher.bucket(version=0).digest
+        """Digest of the policy weights that the trainer holds now."""
+        return self._publisher.put_in_object_store(version=0).digest
 
     def evaluate(self, weights_version: int) -> Evaluated:
-        self._have_engines_serve(weights_version)
-        ask, deadline_s = partial(self._scheduler.evaluate.remote, weights_version), self._config.deadlines.evaluate
-        return self._with_successors(ask, weights_version, "evaluate", deadline_s)
+        """Measure greedy accuracy on held-out problems with this weights version."""
+        self._reload_engines(weights_version)
+        call, deadline_s = partial(self._scheduler.evaluate.remote, weights_version), self._config.deadlines.evaluate
+        return self._retry_with_replacements(call, weights_version, "evaluate", deadline_s)
 
     def checkpoint(self, iteration: int, published: Published) -> None:
-        """Copy what learning goes on from, and begin to store the copy. One at a time: a store that is slower than the
-        run slows the run down."""
-        self.store_checkpoint()
+        """Snapshot the training state, and store the snapshot in the background. Waits for the checkpoint before it, so a
+        store slower than the run slows the run down."""
+        self.wait_for_checkpoint()
         began_at = time.monotonic()
-        copying = {name: rank.copy_state.remote() for name, rank in self._ranks.items()}
-        wait_for(copying, "checkpoint", self._config.deadlines.checkpoint)
-        storing = {name: rank.store_copy.remote(iteration) for name, rank in self._ranks.items()}
-        self._storing = self._beside.submit(self._record_when_stored, storing, iteration, published, began_at)
+        snapshots = {name: rank.snapshot_state.remote() for name, rank in self._ranks.items()}
+        wait_for(snapshots, "checkpoint", self._config.deadlines.checkpoint)
+        storing = {name: rank.store_snapshot.remote(iteration) for name, rank in self._ranks.items()}
+        self._storing = self._background.submit(self._record_when_stored, storing, iteration, published, began_at)
 
-    def store_checkpoint(self) -> CheckpointRef | None:
-        """Wait until the checkpoint that is being stored is one, if there is such; raise what went wrong with it."""
+    def wait_for_checkpoint(self) -> CheckpointRef | None:
+        """Wait until the checkpoint in progress is stored; return None if there is none. Raise if storing it failed."""
         storing, self._storing = self._storing, None
         return storing.result() if storing else None
 
-    def raise_if_not_stored(self) -> None:
-        """Storing a checkpoint failed: to be known now, not at the next one."""
+    def raise_if_storing_failed(self) -> None:
+        """Raise if storing the last checkpoint has failed, so that the leg ends now and not at the next checkpoint."""
         if self._storing is not None and self._storing.done():
-            self.store_checkpoint()
+            self.wait_for_checkpoint()
 
     def retire_checkpoints(self) -> None:
-        """Let go what the run's policy does not keep. What goes wrong with that is no reason to stop learning: whatever is
-        left takes room and no harm, and the next checkpoint tries again."""
+        """Delete the checkpoints that `checkpoint.keep_last` does not keep. A failure is logged and does not stop the run:
+        leftovers only take space, and the next checkpoint tries again."""
         config = self._config
         if config.checkpoint.keep_last is None:
             return
@@ -190,13 +211,14 @@ class Fleet:
         log.info("retired checkpoints of %s: %s", self._run.run_id, [checkpoint.iteration for checkpoint in gone])
 
     def export(self, folder: Path) -> str:
-        """Write the policy the trainer holds as a Hugging Face folder; the digest of the weights in it."""
-        self._lend_devices_to_trainer()
+        """Write the trainer's policy as a Hugging Face folder; return the digest of its weights."""
+        self._give_devices_to_trainer()
         calls = {name: rank.export.remote(folder) for name, rank in self._ranks.items()}
         return self._from_rank_0(wait_for(calls, "checkpoint", self._config.deadlines.checkpoint))
 
     def store_export(self, manifest: Manifest) -> ExportRef | None:
-        """Store the policy of the newest manifest as a Hugging Face folder; nothing, if a recovery led to another policy."""
+        """Store the policy of the newest manifest as a Hugging Face export. Return None, and store nothing, if a recovery
+        led to weights other than the committed ones."""
         folder, committed = self._leg_dir / f"export-{manifest.iteration}", manifest.weights_digest
         digest = self.export(folder)
         if committed and digest != committed:
@@ -209,23 +231,26 @@ class Fleet:
         return export
 
     def wait_until_stored(self, artifacts: list[ArtifactRef]) -> None:
-        """Everything a manifest is going to name is in the store when this returns."""
-        answer = self._scheduler.wait_until_stored.remote(artifacts)
-        self._from_scheduler(answer, "store", self._config.deadlines.store)
+        """Wait until these artifacts are in the store, so that a manifest may name them."""
+        reply = self._scheduler.wait_until_stored.remote(artifacts)
+        self._wait_for_scheduler(reply, "store", self._config.deadlines.store)
 
-    def committed(self, next_problem: int) -> None:
-        """What was kept of earlier problems is not needed any more. Nobody waits until it is gone."""
-        self._scheduler.committed.remote(next_problem)
+    def on_committed(self, next_problem: int) -> None:
+        """Notify the scheduler that all problems before `next_problem` are committed, so that it drops their journal. Does
+        not wait."""
+        self._scheduler.on_committed.remote(next_problem)
 
     def _record_when_stored(
         self, storing: dict[str, ray.ObjectRef], iteration: int, published: Published, began_at: float
     ) -> CheckpointRef:
-        answers = wait_for(storing, "checkpoint", self._config.deadlines.checkpoint)
+        """Wait until all ranks have stored their files, record the checkpoint and retire old ones. Runs in the background
+        thread."""
+        replies = wait_for(storing, "checkpoint", self._config.deadlines.checkpoint)
         checkpoint = CheckpointRef(
             iteration=iteration,
             weights_version=published.weights_version,
             weights_digest=published.weights_digest,
-            files=tuple(file for files in answers.values() for file in files),
+            files=tuple(file for files in replies.values() for file in files),
         )
         record_checkpoint(self._store, self._run.run_id, checkpoint)
         self.checkpoint_s = time.monotonic() - began_at
@@ -234,107 +259,129 @@ class Fleet:
         return checkpoint
 
     def _start_roles(self, deadline_s: float) -> None:
-        calls = self._workforce.start()
+        """Start all roles. With `training.offload`, engines start and sleep before the trainer takes device memory."""
+        calls = self._worker_pool.start()
         calls[SCHEDULER] = self._scheduler.start.remote()
         if self._config.training.offload:
-            wait_for(calls, "start", deadline_s)  # engines look how much memory there is
-            self._workforce.sleep()
-            self._lent = True
+            wait_for(calls, "start", deadline_s)  # engines measure the free memory when they start
+            self._worker_pool.sleep()
+            self._trainer_has_devices = True
         first_rank = next(iter(self._ranks.values()))
-        meeting_point = wait_for({RANK_0: first_rank.meeting_point.remote()}, "start", deadline_s)[RANK_0]
-        calls |= {name: rank.start.remote(meeting_point) for name, rank in self._ranks.items()}
+        rendezvous_address = wait_for({RANK_0: first_rank.rendezvous_address.remote()}, "start", deadline_s)[RANK_0]
+        calls |= {name: rank.start.remote(rendezvous_address) for name, rank in self._ranks.items()}
         wait_for(calls, "start", deadline_s)
         self._write_process_list()
 
     def _write_process_list(self) -> None:
-        """Who is who among the living processes of this leg: for a person with a debugger, and for tests that kill."""
-        actors: dict[str, ActorHandle] = self._workforce.actors | self._ranks | {SCHEDULER: self._scheduler}
+        """Write the process id of every live role to `processes.json` in the leg's folder, for a debugger and for tests that
+        kill roles."""
+        actors: dict[str, ActorHandle] = self._worker_pool.actors | self._ranks | {SCHEDULER: self._scheduler}
         pids = {name: actor.__ray_call__.remote(lambda _: os.getpid()) for name, actor in actors.items()}
         processes = wait_for_survivors(pids, "start", self._config.deadlines.start)
         processes["leg"] = os.getpid()
         if self._ray_address is None:
             processes["ray node"] = raylet_pid()
-        with replacing(self._leg_dir / "processes.json") as file:
+        with atomic_replace(self._leg_dir / "processes.json") as file:
             file.write(json.dumps(processes, indent=1).encode())
 
     def _batch(self, collected: Collected) -> tuple[Collected, ray.ObjectRef | None]:
+        """Return the arguments of a trainer call: the receipt, and a reference to the trajectories. The reference is None if
+        an earlier leg collected them; ranks then read the store."""
         refs = self._trajectories.get(collected.request.request_id)
         return collected, refs[0] if refs else None
 
-    def _from_rank_0(self, answers: dict[str, Any]) -> Any:
-        return answers[RANK_0]
+    def _from_rank_0(self, replies: dict[str, Any]) -> Any:
+        return replies[RANK_0]
 
-    def _lend_devices_to_trainer(self) -> None:
-        """Engines on the trainer's devices give up what they are at, and sleep; the others go on."""
-        if self._lent or not self._workforce.on_trainer_devices:
+    def _give_devices_to_trainer(self) -> None:
+        """Pause the engines on trainer devices and put them to sleep, then reload an offloaded trainer. Other engines
+        continue."""
+        if self._trainer_has_devices or not self._worker_pool.on_trainer_devices:
             return
-        pausing = self._scheduler.pause.remote(self._workforce.on_trainer_devices)
-        self._from_scheduler(pausing, "publish", self._workforce.yielding_deadline_s)
-        self._workforce.sleep()
+        pausing = self._scheduler.pause.remote(self._worker_pool.on_trainer_devices)
+        self._wait_for_scheduler(pausing, "publish", self._worker_pool.pause_deadline_s)
+        self._worker_pool.sleep()
         if self._config.training.offload:
-            self._of_ranks(lambda rank: rank.reload.remote())
-        self._lent = True
+            self._on_all_ranks(lambda rank: rank.reload.remote())
+        self._trainer_has_devices = True
 
-    def _lend_devices_to_engines(self) -> None:
-        """They have weights again; what else they need is theirs once the trainer is off the devices."""
-        if not self._lent:
+    def _give_devices_to_engines(self) -> None:
+        """Offload the trainer, if `training.offload` is set, then wake the engines on trainer devices and resume their
+        attempts. The engines already have their weights."""
+        if not self._trainer_has_devices:
             return
         if self._config.training.offload:
-            self._of_ranks(lambda rank: rank.offload.remote())
-        self._workforce.wake()
-        resuming = self._scheduler.resume.remote(self._workforce.on_trainer_devices)
-        self._from_scheduler(resuming, "publish", self._config.deadlines.publish)
-        self._lent = False
+            self._on_all_ranks(lambda rank: rank.offload.remote())
+        self._worker_pool.wake()
+        resuming = self._scheduler.resume.remote(self._worker_pool.on_trainer_devices)
+        self._wait_for_scheduler(resuming, "publish", self._config.deadlines.publish)
+        self._trainer_has_devices = False
 
-    def _have_engines_serve(self, version: int) -> None:
-        """Engines that slept while the trainer worked, and did not move the policy, get the weights they had."""
-        if self._lent:
+    def _reload_engines(self, version: int) -> None:
+        """Publish the weights again if engines sleep: they gave up their weights for a trainer that did not update the
+        policy."""
+        if self._trainer_has_devices:
             self.publish(version)
 
-    def _of_ranks(self, ask: Callable[[ActorHandle], ray.ObjectRef]) -> None:
-        wait_for({name: ask(rank) for name, rank in self._ranks.items()}, "publish", self._config.deadlines.publish)
+    def _on_all_ranks(self, call: Callable[[ActorHandle], ray.ObjectRef]) -> None:
+        """Call all trainer ranks and wait."""
+        wait_for({name: call(rank) for name, rank in self._ranks.items()}, "publish", self._config.deadlines.publish)
 
-    def _with_successors(self, ask: Callable[[], ray.ObjectRef], version: int, stage: str, deadline_s: float) -> Any:
-        """An answer of the scheduler, which does not fail because all who could work for it have died.
+    def _retry_with_replacements(
+        self, call: Callable[[], ray.ObjectRef], version: int, stage: str, deadline_s: float
+    ) -> Any:
+        """Return the scheduler's reply to `call`. If it fails because its engines or reward workers died, replace them and
+        call again.
 
-        It keeps the deadline itself, since it knows who is late; the wait here only covers its own death.
+        The scheduler enforces the deadline, since it knows which role is late. The wait here is 10 % longer and only covers
+        the scheduler's own death.
         """
-        for _ in range(MAX_SUCCESSIONS):
+        for _ in range(MAX_REPLACEMENTS):
             try:
-                answer = ask()
-                self._recruit_until(answer, version, deadline_s)
-                return self._from_scheduler(answer, stage, 1.1 * deadline_s)
+                reply = call()
+                self._add_elastic_engines_until(reply, version, deadline_s)
+                return self._wait_for_scheduler(reply, stage, 1.1 * deadline_s)
             except RoleDied:
-                dead = self._workforce.dead()
+                dead = self._worker_pool.dead()
                 if not dead:
                     raise
-                self._replace(dead, self._publisher.held(version))
-        return self._from_scheduler(ask(), stage, 1.1 * deadline_s)
+                self._replace(dead, self._publisher.current_weights(version))
+        return self._wait_for_scheduler(call(), stage, 1.1 * deadline_s)
 
-    def _recruit_until(self, answer: ray.ObjectRef, version: int, deadline_s: float) -> None:
-        """Add engines on nodes that come while a stage lasts, so that it ends sooner."""
+    def _add_elastic_engines_until(self, reply: ray.ObjectRef, version: int, deadline_s: float) -> None:
+        """Add engines on elastic nodes until the scheduler has replied, so that the running stage ends sooner."""
         if self._config.legs.elastic is None:
             return
-        ends_at, is_there = time.monotonic() + deadline_s, False
-        while not is_there and time.monotonic() < ends_at:
-            if added := self._workforce.recruit(version, self._publisher.held):
-                self._introduce(added)
-            is_there = bool(ray.wait([answer], timeout=RECRUIT_S)[0])
+        ends_at, is_done = time.monotonic() + deadline_s, False
+        while not is_done and time.monotonic() < ends_at:
+            if added := self._worker_pool.add_elastic(version, self._publisher.current_weights):
+                self._register_workers(added)
+            is_done = bool(ray.wait([reply], timeout=ELASTIC_POLL_S)[0])
 
     def _replace(self, dead: list[str], weights: RayWeights | WeightsRef) -> dict[str, int]:
-        dead = self._workforce.drop_elastic(dead)
+        """Replace dead workers, with these weights for engines; return the bytes each new engine took. Elastic engines are
+        dropped and not replaced."""
+        dead = self._worker_pool.drop_elastic(dead)
         if not dead:
             return {}
-        num_bytes = self._workforce.replace(dead, weights)
-        self._introduce(dead)
+        num_bytes = self._worker_pool.replace(dead, weights)
+        self._register_workers(dead)
         return num_bytes
 
-    def _introduce(self, names: list[str]) -> None:
-        """New ones to those who work with them."""
-        self._publisher.forget_group()
-        welcome = self._scheduler.welcome.remote(self._workforce.engines(names), self._workforce.graders(names))
-        self._from_scheduler(welcome, "start", self._config.deadlines.start)
+    def _register_workers(self, names: list[str]) -> None:
+        """Give the scheduler clients of new workers, and have the next broadcast form a new group."""
+        self._publisher.invalidate_group()
+        adding = self._scheduler.add_workers.remote(self._worker_pool.engines(names), self._worker_pool.graders(names))
+        self._wait_for_scheduler(adding, "start", self._config.deadlines.start)
         self._write_process_list()
 
-    def _from_scheduler(self, answer: ray.ObjectRef, stage: str, deadline_s: float) -> Any:
-        return wait_for({SCHEDULER: answer}, stage, deadline_s)[SCHEDULER]
+    def _wait_for_scheduler(self, reply: ray.ObjectRef, stage: str, deadline_s: float) -> Any:
+        return wait_for({SCHEDULER: reply}, stage, deadline_s)[SCHEDULER]
+
+
+def _rank_role(config: RunConfig) -> type[TrainerRank]:
+    match config.training.backend:
+        case BackendKind.REHEARSAL:
+            return RehearsalRank
+        case BackendKind.TORCH | BackendKind.MEGATRON:
+            return TrainerRank

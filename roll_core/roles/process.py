@@ -1,4 +1,4 @@
-"""What every role's process begins with, and what it does once its models are loaded."""
+"""Process settings of all roles: the environment they inherit, and garbage collection once their models are loaded."""
 
 import gc
 import os
@@ -6,20 +6,21 @@ from pathlib import Path
 
 
 def role_environment() -> dict[str, str]:
-    """To be set for every node of Ray that a leg starts, whose roles inherit it.
+    """Environment variables to set on every Ray node that a leg starts; its roles inherit them.
 
-    Told to Ray as a `runtime_env` instead, it would have each role import Ray twice, and those it starts ahead be of no use.
+    A Ray `runtime_env` would do as well, but each role would import Ray twice, and Ray could not use the workers it
+    prestarts.
     """
     return {
         # Roles must not depend on where the leg was started, nor on what else is importable there.
         "PYTHONPATH": os.pathsep.join(_import_paths()),
         "PYTHONWARNINGS": "ignore",
-        # OpenMP threads of several roles share cores: those that wait must not spin for milliseconds, as libgomp's do.
+        # OpenMP threads of several roles share cores: waiting threads must not spin for milliseconds, libgomp's default.
         "GOMP_SPINCOUNT": "300",
     }
 
 
-def settle() -> None:
+def freeze_garbage_collector() -> None:
     """Exempt everything loaded so far from garbage collection: a full collection over torch's modules takes 0.3 s."""
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""The Ray cluster of a leg: one that was started on all of its nodes, or one that is started here."""
+"""Ray cluster of a leg: one that already runs on all of its nodes, or one that is started on this machine."""
 
 import contextlib
 import logging
@@ -18,15 +18,17 @@ _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR
 
 
 def connect_ray(cluster: ClusterConfig, address: str | None, deadline_s: float) -> None:
-    """Until `ray.shutdown`. `address` is that of a cluster with its head on this machine; None starts one here."""
+    """Connect this process to Ray, until `ray.shutdown`. `address` is that of a cluster whose head is on this machine; None
+    starts a cluster here."""
     if address is not None:
-        _join(address, cluster.nodes, deadline_s)
+        _connect(address, cluster.nodes, deadline_s)
         return
-    with _in_environment(role_environment()):
+    with _with_environment(role_environment()):
         _start(cluster)
 
 
 def _start(cluster: ClusterConfig) -> None:
+    """Start Ray on this machine, with the devices of all nodes of the config."""
     ray.init(
         address="local",
         num_cpus=cluster.num_devices + 1,
@@ -45,49 +47,52 @@ def _start(cluster: ClusterConfig) -> None:
 
 
 def leg_nodes() -> list[dict[str, Any]]:
-    """Nodes of the leg that are there, as Ray describes them."""
-    return [node for node in _living_nodes() if ELASTIC_RESOURCE not in node["Resources"]]
+    """Live nodes of the leg, as Ray describes them, without elastic nodes."""
+    return [node for node in _alive_nodes() if ELASTIC_RESOURCE not in node["Resources"]]
 
 
 def elastic_nodes() -> dict[str, int]:
-    """Nodes that may go at any time and are there: the devices of each by Ray's id of it."""
-    found = {node["NodeID"]: int(node["Resources"].get(ELASTIC_RESOURCE, 0)) for node in _living_nodes()}
+    """Number of devices of each live elastic node, by Ray's node id."""
+    found = {node["NodeID"]: int(node["Resources"].get(ELASTIC_RESOURCE, 0)) for node in _alive_nodes()}
     return {node: devices for node, devices in found.items() if devices}
 
 
 def node_names() -> tuple[str, ...]:
-    """Of all machines that take part now."""
-    return tuple(sorted({node["NodeName"] for node in _living_nodes()}))
+    """Names of all machines in the cluster now, elastic nodes included."""
+    return tuple(sorted({node["NodeName"] for node in _alive_nodes()}))
 
 
-def _living_nodes() -> list[dict[str, Any]]:
+def _alive_nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
 def raylet_pid() -> int:
-    """Of the node this process started: Ray has no public name for it."""
+    """Process id of the raylet of the node this process started; Ray has no public API for it."""
     return ray._private.worker._global_node.all_processes["raylet"][0].process.pid
 
 
-def _join(address: str, num_nodes: int, deadline_s: float) -> None:
-    """Its head answers before the node is part of it that we have to connect by, and the others come later still."""
+def _connect(address: str, num_nodes: int, deadline_s: float) -> None:
+    """Connect to a running cluster and wait until it has `num_nodes` nodes.
+
+    The head accepts connections before its own node is registered, so connecting is retried. Other nodes register later.
+    """
     ends_at = time.monotonic() + deadline_s
     here, missing = address.rpartition(":")[0], num_nodes
     while missing:
         try:
             ray.init(address=address, _node_ip_address=here, ignore_reinit_error=True, **_QUIET)
             missing = num_nodes - len(leg_nodes())
-            trouble = f"{missing} of {num_nodes} nodes are missing"
+            cause = f"{missing} of {num_nodes} nodes are missing"
         except (ConnectionError, RuntimeError, ValueError) as error:
-            trouble = one_line(error)
+            cause = one_line(error)
         if missing and time.monotonic() > ends_at:
-            raise DeadlineExceeded(f"deadlines.start: Ray at {address}: {trouble}")
+            raise DeadlineExceeded(f"deadlines.start: Ray at {address}: {cause}")
         time.sleep(0.2 if missing else 0.0)
 
 
 @contextlib.contextmanager
-def _in_environment(settings: dict[str, str]) -> Iterator[None]:
-    """For processes that are started in this block, and theirs."""
+def _with_environment(settings: dict[str, str]) -> Iterator[None]:
+    """Set environment variables for the processes that are started in this block, and for their children."""
     before = dict(os.environ)
     os.environ.update(settings)
     try:

@@ -1,4 +1,4 @@
-"""Numbered weights in Ray's object store: what trainer and engines tell each other through the driver."""
+"""Weights versions in Ray's object store, as trainer ranks and engines exchange them through the driver."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,11 @@ import ray
 
 @dataclass(frozen=True)
 class RayWeights:
-    """References only: whoever passes it on holds no tensor."""
+    """References to a weights version; a process that passes them on holds no tensor."""
 
     version: int
     buckets: tuple[ray.ObjectRef, ...]
+    """References to `WeightsBucket`s."""
     check: ray.ObjectRef
-    """What engines compare with, once they have taken the buckets over."""
+    """Reference to the `WeightsCheck` that engines compare their loaded weights with."""
     digest: str

@@ -1,4 +1,5 @@
-"""The rollout scheduler as a Ray actor: batches go from here to the trainer as object references, and to the store."""
+"""Rollout scheduler as a Ray actor: batches go to the trainer as object references, and to the store. Also the clients by
+which the scheduler calls engines and reward workers."""
 
 import asyncio
 import logging
@@ -13,8 +14,8 @@ from roll_core.config.run import RunConfig
 from roll_core.data.problem_source import build_source
 from roll_core.errors import RewardUnavailable, RoleDied, RollError
 from roll_core.inference.requests import Completion, GenerationRequest
-from roll_core.roles.process import settle
-from roll_core.roles.waiting import GONE
+from roll_core.roles.process import freeze_garbage_collector
+from roll_core.roles.waiting import LOST_ROLE_ERRORS
 from roll_core.rollout import metrics
 from roll_core.rollout.journal import Journal
 from roll_core.rollout.renderer import build_renderer
@@ -32,38 +33,47 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RemoteEngine:
+    """Client of an engine's actor. Methods raise RoleDied if the actor is dead."""
+
     name: str
     actor: ActorHandle
 
     async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
+        """Generate completions of all requests; yield them in the order they finish, several at a time."""
         try:
             async for finished in self.actor.generate.options(num_returns="streaming").remote(requests):
                 yield await finished
-        except GONE:
+        except LOST_ROLE_ERRORS:
             raise RoleDied(f"{self.name} died while generating") from None
 
     async def abort(self, request_ids: list[str]) -> None:
+        """End these requests now; `generate` yields them with the tokens they have."""
         try:
             await self.actor.abort.remote(request_ids)
         except ray.exceptions.RayActorError:
             raise RoleDied(f"{self.name} died while generating") from None
 
-    async def answers(self) -> None:
+    async def ping(self) -> None:
+        """Return once the engine responds."""
         try:
-            await self.actor.answer.remote()
+            await self.actor.ping.remote()
         except ray.exceptions.RayActorError:
             raise RoleDied(f"{self.name} died") from None
 
-    def end(self) -> None:
+    def kill(self) -> None:
+        """Kill the engine's actor."""
         ray.kill(self.actor)
 
 
 @dataclass(frozen=True)
 class RemoteGrader:
+    """Client of a reward worker's actor. Methods raise RoleDied if the actor is dead."""
+
     name: str
     actor: ActorHandle
 
     async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure | RewardUnavailable]:
+        """Return one result per item, in order."""
         try:
             return await self.actor.grade.remote(items)
         except ray.exceptions.RayActorError:
@@ -71,6 +81,9 @@ class RemoteGrader:
 
 
 class SchedulerRole:
+    """Ray actor that holds the rollout scheduler, writes its batches to the store by way of a spool on disk, and pings
+    engines."""
+
     def __init__(
         self, config: RunConfig, run: RunRef, scratch: Path, engines: list[RemoteEngine], graders: list[RemoteGrader]
     ):
@@ -80,11 +93,14 @@ class SchedulerRole:
         store = ObjectStore(run.store_uri, config.store.retry_seconds)
         self._spool = WriteBehind(store, scratch / "spool", config.store.spool_megabytes * 10**6)
         self._journal = Journal(store, run.run_id, config.store.unfinished_seconds)
-        self._watch: asyncio.Task[None] | None = None
-        self._answers: dict[str, tuple[Collected, list[ray.ObjectRef]]] = {}
+        self._heartbeat_task: asyncio.Task[None] | None = None
+        """Pings engines in the background; None until weights were first published."""
+        self._results: dict[str, tuple[Collected, list[ray.ObjectRef]]] = {}
+        """Result of the last collect by request id, returned to a repeated request."""
 
     async def start(self) -> None:
-        """What an earlier leg generated and could not store is stored first: kept answers name it."""
+        """Build the scheduler. First store what an earlier leg generated and left in the spool: cached results of tasks name
+        it."""
         await asyncio.to_thread(self._spool.store_leftovers)
         config = self._config
         self._scheduler = RolloutScheduler(
@@ -99,16 +115,17 @@ class SchedulerRole:
             finished=await asyncio.to_thread(self._journal.read),
             keep=self._journal.add,
         )
-        settle()
+        freeze_garbage_collector()
 
     async def collect(self, request: CollectRequest) -> tuple[Collected, list[ray.ObjectRef]]:
-        """The receipt, and the trajectories as a reference (in a list, so that Ray does not fetch them for the caller).
+        """Return the receipt of a batch, and a reference to its trajectories. The reference is in a list, so that Ray does
+        not fetch the trajectories for the caller.
 
-        What a collect that failed had generated is taken up by the next one, in this leg or another.
+        Trajectories of a failed collect are kept and used by the next collect, in this leg or another.
         """
-        if request.request_id not in self._answers:
-            self._answers = {request.request_id: await self._collect(request)}
-        return self._answers[request.request_id]
+        if request.request_id not in self._results:
+            self._results = {request.request_id: await self._collect(request)}
+        return self._results[request.request_id]
 
     async def _collect(self, request: CollectRequest) -> tuple[Collected, list[ray.ObjectRef]]:
         try:
@@ -126,41 +143,45 @@ class SchedulerRole:
         refuse_if_none_graded(trajectories, f"collect {request.iteration}")
         collected = Collected(
             request=request,
-            trajectories=await self._keep(trajectories),
+            trajectories=await self._spool_trajectories(trajectories),
             trace=await asyncio.to_thread(lambda: self._spool.put(encode_trace(rollout.trace), ArtifactKind.TRACE)),
             draws=rollout.draws,
             num_trajectories=len(trajectories),
             num_failed=sum(t.failure is not None for t in trajectories),
             num_tokens=sum(t.num_completion_tokens for t in trajectories),
-            metrics=rollout.metrics | metrics.describe(trajectories, request.weights_version),
+            metrics=rollout.metrics | metrics.batch_metrics(trajectories, request.weights_version),
         )
         self._journal.drop_before(rollout.draws.next)
         return collected, [ray.put(trajectories)]
 
-    async def adopted(self, version: int) -> None:
-        """Every engine generates with these weights, and is there: from now on it has to answer."""
-        if self._watch is None:
-            self._watch = asyncio.create_task(self._watch_engines())
-            if self._scheduler.forget_newer(version):
+    async def on_adopted(self, version: int) -> None:
+        """Record that every engine generates with this weights version. From the first call on, silent engines are
+        killed."""
+        if self._heartbeat_task is None:
+            self._heartbeat_task = asyncio.create_task(self._check_heartbeats())
+            if self._scheduler.drop_newer_than(version):
                 await self._journal.rewrite(self._scheduler.finished.values())
         self._scheduler.adopted(version)
 
     async def pause(self, engines: list[str]) -> None:
+        """Give these engines nothing more and wait until they are idle; their attempts are resumed later or elsewhere."""
         await self._scheduler.pause(engines)
 
     async def resume(self, engines: list[str]) -> None:
+        """Give these engines requests again."""
         self._scheduler.resume(engines)
 
-    async def welcome(self, engines: list[RemoteEngine], graders: list[RemoteGrader]) -> None:
-        """New ones, or successors of some that died."""
+    async def add_workers(self, engines: list[RemoteEngine], graders: list[RemoteGrader]) -> None:
+        """Add new engines and reward workers, or replacements of dead ones of the same name."""
         self._engines |= {engine.name: engine for engine in engines}
-        self._scheduler.welcome(engines, graders)
+        self._scheduler.add_workers(engines, graders)
 
-    async def committed(self, next_problem: int) -> None:
-        """Nothing before this problem is going to be asked for again."""
+    async def on_committed(self, next_problem: int) -> None:
+        """Drop the journal of the problems before `next_problem`: they are committed and will not be collected again."""
         await asyncio.to_thread(self._journal.forget_before, next_problem)
 
     async def evaluate(self, weights_version: int) -> Evaluated:
+        """Generate greedily on held-out problems; return the accuracy. All tokens must be of this weights version."""
         num_problems = self._config.evaluation.num_problems
         trajectories = await self._scheduler.evaluate(num_problems, self._config.deadlines.evaluate)
         refuse_if_none_graded(trajectories, f"evaluate version {weights_version}")
@@ -169,49 +190,54 @@ class SchedulerRole:
             weights_version=weights_version,
             num_problems=num_problems,
             accuracy=metrics.accuracy(trajectories),
-            trajectories=await self._keep(trajectories),
+            trajectories=await self._spool_trajectories(trajectories),
             metrics={
                 "accuracy/held_out": metrics.accuracy(trajectories),
                 "accuracy/held_out_failed": float(sum(t.score is None for t in trajectories)),
             },
         )
 
-    async def _watch_engines(self) -> None:
-        """One that is alive and does not answer is ended, so that what it has is given to others, as if it had died."""
+    async def _check_heartbeats(self) -> None:
+        """Ping all engines, four times per `deadlines.heartbeat`, for the life of the leg."""
         while True:
             await asyncio.sleep(self._config.deadlines.heartbeat / 4)
-            await asyncio.gather(*(self._end_if_silent(engine) for engine in self._engines.values()))
+            await asyncio.gather(*(self._kill_if_silent(engine) for engine in self._engines.values()))
 
-    async def _end_if_silent(self, engine: RemoteEngine) -> None:
+    async def _kill_if_silent(self, engine: RemoteEngine) -> None:
+        """Kill the engine if it does not reply within `deadlines.heartbeat` seconds. Its attempts then go to other engines,
+        as if it had died."""
         deadline_s = self._config.deadlines.heartbeat
         try:
             async with asyncio.timeout(deadline_s):
-                await engine.answers()
+                await engine.ping()
         except TimeoutError:
             log.warning("deadlines.heartbeat: %s did not answer for %.0f s: it is ended", engine.name, deadline_s)
-            engine.end()
+            engine.kill()
         except RoleDied:
-            pass  # whoever needs it notices
+            pass  # the next call to it raises RoleDied, too
         except Exception:
             log.exception("%s could not be asked whether it is there", engine.name)
 
     async def wait_until_stored(self, artifacts: list[ArtifactRef]) -> None:
+        """Wait until these artifacts are in the store, at most `deadlines.store` seconds for each."""
         await asyncio.to_thread(self._spool.wait, artifacts, self._config.deadlines.store)
 
-    async def _keep(self, trajectories: list[Trajectory]) -> ArtifactRef:
-        """On disk now, in the store before anything is committed that names them. Waits where the spool is full."""
+    async def _spool_trajectories(self, trajectories: list[Trajectory]) -> ArtifactRef:
+        """Write trajectories to the spool on disk; return their reference. They are in the store before a manifest names
+        them. Waits while the spool is full."""
         return await asyncio.to_thread(lambda: self._spool.put(encode_trajectories(trajectories), ArtifactKind.TRAJECTORIES))
 
 
 def refuse_if_none_graded(trajectories: list[Trajectory], stage: str) -> None:
-    """A batch without a single grade is an outage, not an answer: it must not be kept as the stage's result."""
+    """Raise RollError if no trajectory was graded: that is an outage and must not be cached as the stage's result."""
     failures = [t.failure for t in trajectories if t.failure is not None]
     if len(failures) == len(trajectories):
         raise RollError(f"{stage}: every trajectory failed, the first with: {failures[0].cause}")
 
 
 def refuse_other_weights(trajectories: list[Trajectory], weights_version: int) -> None:
-    """An evaluation speaks of one policy, also while engines take over another."""
+    """Raise RollError if a token was sampled by another weights version: an evaluation measures one policy, even while
+    engines adopt another."""
     versions = {version for t in trajectories for turn in t.turns for version in turn.weights_versions}
     if versions - {weights_version}:
         raise RollError(f"evaluate version {weights_version}: engines answered with versions {sorted(versions)}")

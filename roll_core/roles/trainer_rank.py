@@ -1,6 +1,7 @@
-"""One rank of the trainer: holds a learner and its share of the prepared batch, and answers repeated requests once.
+"""Trainer rank as a Ray actor: holds a learner and its share of the prepared batch.
 
-All ranks get the same calls in the same order. What changes state carries a request id; a repeated id gets the old answer.
+All ranks get the same calls in the same order. A call that changes state carries a request id and is idempotent: a repeated
+id returns the first result.
 """
 
 import shutil
@@ -14,10 +15,10 @@ import ray
 
 from roll_core.config.algorithm.methods import Distillation
 from roll_core.config.run import RunConfig
-from roll_core.data.ledger import draws_of
+from roll_core.data.ledger import resolve_draws
 from roll_core.errors import RollError
 from roll_core.host import ANY_ADDRESS, free_port
-from roll_core.roles.process import settle
+from roll_core.roles.process import freeze_garbage_collector
 from roll_core.roles.ray_weights import RayWeights
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.checkpoints import checkpoints_of, download_files, upload_files
@@ -33,18 +34,24 @@ if TYPE_CHECKING:
 
     from roll_core.training.base import Snapshot
     from roll_core.training.learner import PreparedBatch
-    from roll_core.weights.broadcast import Rendezvous, Sender
+    from roll_core.weights.broadcast import BroadcastSender, Rendezvous
     from roll_core.weights.buckets import BroadcastBucket, DeviceBucket, TensorEntry
     from roll_core.weights.checks import WeightsCheck
 
 Result = TypeVar("Result")
-BESIDE = "beside"
-"""Calls of this group run in a thread of their own, beside the others."""
-ANSWERS_KEPT = 16
-"""A request is repeated, if at all, before the next iteration; this covers several."""
+BACKGROUND = "background"
+"""Ray concurrency group whose calls run in a thread of their own, concurrently with the others."""
+RESULTS_KEPT = 16
+"""Results kept for repeated requests. A request is repeated, if at all, before the next iteration; 16 covers several."""
 
 
 class TrainerRank:
+    """Ray actor of one trainer rank.
+
+    Methods that gather weights are called on all ranks at once. Rank 0 returns the result; the others only take part in the
+    collectives.
+    """
+
     def __init__(self, config: RunConfig, run: RunRef, scratch: Path, rank: int, num_ranks: int):
         self._config = config
         self._run_id = run.run_id
@@ -53,17 +60,23 @@ class TrainerRank:
         self._rank = rank
         self._num_ranks = num_ranks
         self._prepared: dict[str, PreparedBatch] = {}
-        self._answers: dict[str, Any] = {}
+        """Prepared batch by request id; at most one."""
+        self._results: dict[str, Any] = {}
+        """Results of calls that changed state, by request id."""
         self._snapshot: Snapshot | None = None
-        self._sender: Sender | None = None
-        self._laid_out: Iterator[tuple[tuple[TensorEntry, ...], Tensor]] = iter(())
+        """Writes the training state that `snapshot_state` copied; None once it is stored."""
+        self._sender: BroadcastSender | None = None
+        """Rank 0 of the broadcast group; None without a group, and on other trainer ranks."""
+        self._unsent: Iterator[tuple[tuple[TensorEntry, ...], Tensor]] = iter(())
+        """Packed buckets of the current broadcast that are not sent yet."""
 
-    def meeting_point(self) -> str:
-        """Where the ranks of this trainer can meet: this node, a free port."""
+    def rendezvous_address(self) -> str:
+        """Address where the trainer ranks can form their process group: this node, a free port.
+        Example: tcp://10.0.0.7:41234"""
         return f"tcp://{ray.util.get_node_ip_address()}:{free_port(ANY_ADDRESS)}"
 
-    def start(self, meeting_point: str) -> None:
-        """Join the other ranks and build what learns."""
+    def start(self, rendezvous_address: str) -> None:
+        """Join the process group of the trainer ranks, build the learner and load its teachers."""
         from roll_core.models.lean_import import import_models
 
         import_models()
@@ -77,7 +90,7 @@ class TrainerRank:
         if self._num_ranks > 1:
             torch.distributed.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-                init_method=meeting_point,
+                init_method=rendezvous_address,
                 rank=self._rank,
                 world_size=self._num_ranks,
             )
@@ -85,73 +98,74 @@ class TrainerRank:
         self._load_teachers()
         self._engine_dtype = torch.bfloat16 if self._config.engines_in_bfloat16 else torch.float32
         self._writer = WeightsWriter(self._store, self._run_id, self._config.weights.full_every, self._engine_dtype)
-        settle()
+        freeze_garbage_collector()
 
     def warm_start(self, request_id: str) -> Metrics:
-        """Supervised steps on demonstrations before the first iteration."""
-        return self._once(request_id, self._warm_start)
+        """Run supervised steps on demonstrations, before the first iteration; return their loss."""
+        return self._idempotent(request_id, self._warm_start)
 
     def restore(self, checkpoint: CheckpointRef, first_checkpoint: CheckpointRef) -> None:
-        """Continue from a checkpoint; the reference policy, if the algorithm needs one, is where the run began."""
+        """Load a checkpoint. The reference policy, if the algorithm needs one, is that of the run's first checkpoint."""
         from roll_core.training.base import Policy
 
         if self._learner.needs_reference:
-            self._with_folder(first_checkpoint, partial(self._learner.load_frozen, Policy.REFERENCE))
-        self._with_folder(checkpoint, self._learner.load)
+            self._load_checkpoint(first_checkpoint, partial(self._learner.load_frozen, Policy.REFERENCE))
+        self._load_checkpoint(checkpoint, self._learner.load)
 
     def prepare(self, collected: Collected, trajectories: list[Trajectory] | None) -> Prepared:
-        """Declared signals, advantages, packing. Keeps this rank's share; answers for all of them.
+        """Compute the declared signals, advantages and packing of a batch. Keep this rank's share; the receipt covers the
+        whole batch.
 
-        `trajectories` is None when they are only in the store (a receipt that outlived its roles).
+        `trajectories` is None when they are only in the store: the receipt is older than these roles.
         """
         trajectories = trajectories or decode_trajectories(self._store.get(collected.trajectories))
         prepared = self._learner.prepare(trajectories, collected.request.weights_version)
         self._prepared = {collected.request.request_id: prepared}
         return Prepared(
             collected=collected,
-            draws=draws_of(collected, trajectories, prepared.trained_groups),
+            draws=resolve_draws(collected, trajectories, prepared.trained_groups),
             num_samples=prepared.num_samples,
             num_trained_tokens=prepared.num_trained_tokens,
             metrics=prepared.metrics,
         )
 
     def update(self, collected: Collected, trajectories: list[Trajectory] | None) -> Updated:
-        """All optimizer steps of the policy over the prepared batch (prepared here if this rank is new)."""
+        """Run all optimizer steps of the policy over the prepared batch; prepare it first if this rank does not have it."""
         request = collected.request
 
         def steps() -> Updated:
-            metrics = self._learner.update(self._prepared_batch(collected, trajectories), request.iteration) | _peak_memory()
+            metrics = self._learner.update(self._prepared_batch(collected, trajectories), request.iteration)
             del self._prepared[request.request_id]
             return Updated(
                 iteration=request.iteration,
                 weights_version=request.weights_version + 1,
                 controllers=self._learner.controllers,
-                metrics=metrics,
+                metrics=metrics | self._memory_metrics(),
             )
 
-        return self._once(f"update/{request.request_id}", steps)
+        return self._idempotent(f"update/{request.request_id}", steps)
 
     def update_critic(self, collected: Collected, trajectories: list[Trajectory] | None) -> Metrics:
-        """All optimizer steps of the critic over the prepared batch, before the policy's."""
+        """Run all optimizer steps of the critic over the prepared batch, before the policy's; return their metrics."""
 
         def steps() -> Metrics:
             return self._learner.update_critic(self._prepared_batch(collected, trajectories), collected.request.iteration)
 
-        return self._once(f"update_critic/{collected.request.request_id}", steps)
+        return self._idempotent(f"update_critic/{collected.request.request_id}", steps)
 
-    def bucket_weights(self, version: int) -> RayWeights | None:
-        """The current weights in the object store, under this number; rank 0 answers, the others help."""
+    def put_in_object_store(self, version: int) -> RayWeights | None:
+        """Put the current weights into Ray's object store under this version number; rank 0 returns the references."""
         from roll_core.weights.buckets import pack
 
         if self._rank != 0:
-            self._help_to_gather()
+            self._join_gather()
             return None
-        references = tuple(ray.put(bucket) for bucket in pack(self._watched(version)))
-        return RayWeights(version, references, ray.put(self._watch.check), self._digest.hexdigest())
+        references = tuple(ray.put(bucket) for bucket in pack(self._observed_weights(version)))
+        return RayWeights(version, references, ray.put(self._check_recorder.check), self._digest.hexdigest())
 
     def share_in_place(self, version: int) -> tuple["DeviceBucket", "WeightsCheck"]:
-        """All weights where they lie, under this number, for an engine on this rank's GPU, and what it compares with; where
-        this rank has them all."""
+        """Share all weights in place under this version number with an engine on this rank's GPU; also return the check that
+        the engine compares them with. Only for a rank that holds all weights."""
         from roll_core.weights.buckets import share_in_place
         from roll_core.weights.checks import check_in_place
 
@@ -159,7 +173,7 @@ class TrainerRank:
         return share_in_place(weights), check_in_place(version, weights)
 
     def digest(self) -> str:
-        """Of the weights, where this rank has them all: no engine waits for it."""
+        """Digest of the weights, for a rank that holds all weights. Computed while the engine loads them."""
         from roll_core.weights.digests import WeightsDigest
 
         digest = WeightsDigest()
@@ -167,134 +181,146 @@ class TrainerRank:
         return digest.hexdigest()
 
     def store_weights(self, version: int) -> WeightsRef | None:
-        """The current weights in the store, under this number; rank 0 answers, the others help."""
+        """Write the current weights to the store under this version number; rank 0 returns their reference."""
         if self._rank != 0:
-            self._help_to_gather()
+            self._join_gather()
             return None
         return self._writer.write(version, self._learner.weights())
 
     def begin_sharing(self, version: int) -> None:
-        """From now on `share_bucket` gives the weights, under this number, to engines on this rank's GPU."""
+        """Start to share the weights under this version number with engines on this rank's GPU; `share_bucket` returns the
+        buckets."""
         from roll_core.weights.buckets import pack_on_device
 
-        self._shared = pack_on_device(self._watched(version), self._engine_dtype)
+        self._shared_buckets = pack_on_device(self._observed_weights(version), self._engine_dtype)
 
     def share_bucket(self) -> "DeviceBucket | None":
-        """The next of them, once nobody needs the one before it; None when there are no more."""
-        return next(self._shared, None)
+        """Return the next shared bucket, None after the last. It overwrites the one before, which engines must have
+        loaded."""
+        return next(self._shared_buckets, None)
 
     def finish_sharing(self) -> tuple["WeightsCheck", str]:
-        """What engines compare with, and the digest of the weights."""
-        return self._watch.check, self._digest.hexdigest()
+        """Return the check that engines compare their weights with, and the digest of the weights."""
+        return self._check_recorder.check, self._digest.hexdigest()
 
     def offload(self) -> None:
-        """Give the GPU's memory to the engine that is there, too."""
+        """Move the training state to host memory, so that the engine on this GPU can use the GPU's memory."""
         self._learner.offload()
 
     def reload(self) -> None:
+        """Move the training state back to the GPU."""
         self._learner.reload()
 
     def open_group(self, engines: tuple[str, ...]) -> "Rendezvous":
-        """Rank 0: a place where engines can meet, which are then broadcast to; who met before parts."""
+        """Open a rendezvous of this rank and the engines, and return it; a previous group is closed. Rank 0 only. `engines`
+        has a name for each worker of an engine."""
         import torch
 
-        from roll_core.weights.broadcast import Sender
+        from roll_core.weights.broadcast import BroadcastSender
 
-        self.leave_group()
+        self.close_group()
         device, members = torch.device(self._config.cluster.device.value), ("trainer rank 0", *engines)
-        host, patience_s = ray.util.get_node_ip_address(), self._config.weights.broadcast_seconds
-        self._sender = Sender(host, members, patience_s, device)
-        return self._sender.meeting
+        host, timeout_s = ray.util.get_node_ip_address(), self._config.weights.broadcast_seconds
+        self._sender = BroadcastSender(host, members, timeout_s, device)
+        return self._sender.rendezvous
 
-    def meet_engines(self) -> None:
-        """Rank 0: wait until all are there."""
+    def wait_for_engines(self) -> None:
+        """Wait until all engines have joined the broadcast group. Rank 0 only."""
         assert self._sender is not None
-        self._sender.meet()
+        self._sender.wait_for_members()
 
     def begin_broadcast(self, version: int) -> "BroadcastBucket | None":
-        """Rank 0 answers the first bucket that `broadcast` will send; the others help until the last."""
-        from roll_core.weights.buckets import lay_out
+        """Pack the first bucket of the weights under this version number; rank 0 returns its description, and `broadcast`
+        sends it. The other ranks gather until the last bucket."""
+        from roll_core.weights.buckets import pack_reusing_buffer
 
         if self._rank != 0:
-            self._help_to_gather()
+            self._join_gather()
             return None
-        self._laid_out = lay_out(self._watched(version), self._engine_dtype)
-        return self._lay_out_next()
+        self._unsent = pack_reusing_buffer(self._observed_weights(version), self._engine_dtype)
+        return self._next_bucket()
 
     def broadcast(self) -> "BroadcastBucket | None":
-        """Rank 0: send a bucket to all engines; the next one, which is in the same memory, or None after the last."""
+        """Send the packed bucket to all engines, then pack the next one into the same memory and return its description,
+        None after the last. Rank 0 only."""
         assert self._sender is not None
-        self._sender.send(self._flat)
-        return self._lay_out_next()
+        self._sender.send(self._outgoing)
+        return self._next_bucket()
 
-    def leave_group(self) -> tuple[str, ...]:
-        """Rank 0: no more broadcasts; engines that were waited for last and did not come."""
-        deque(self._laid_out, maxlen=0)  # other ranks are in the middle of gathering, if a broadcast broke off
+    def close_group(self) -> tuple[str, ...]:
+        """Close the broadcast group; return the engines that were late when they were last waited for. Rank 0 only."""
+        deque(self._unsent, maxlen=0)  # if a broadcast broke off, other ranks are still gathering
         sender, self._sender = self._sender, None
         if sender is None:
             return ()
         sender.close()
-        return sender.late
+        return sender.late_members
 
     def export(self, folder: Path) -> str:
-        """The current policy as a Hugging Face folder; ranks write shards in turn, and rank 0 answers the digest of all."""
+        """Write the current policy as a Hugging Face folder; ranks write its shards in turn. Rank 0 returns the digest of
+        all weights."""
         from roll_core.models.export import write_folder
         from roll_core.models.tensor_files import WriterRank
         from roll_core.weights.digests import WeightsDigest
 
         digest, weights = WeightsDigest(), self._learner.weights()
         if self._rank == 0:
-            weights = digest.over(weights)
-        write_folder(self._config.model, weights, folder, turn=WriterRank(self._rank, self._num_ranks))
+            weights = digest.observe(weights)
+        write_folder(self._config.model, weights, folder, writer=WriterRank(self._rank, self._num_ranks))
         return digest.hexdigest()
 
-    def copy_state(self) -> None:
-        """Copy everything learning goes on from; the rank is free again once that is done."""
+    def snapshot_state(self) -> None:
+        """Copy the training state for a checkpoint; training can continue once this returns."""
         self._snapshot = self._learner.snapshot()
 
-    @ray.method(concurrency_group=BESIDE)
-    def store_copy(self, iteration: int) -> list[CheckpointFile]:
-        """Write the copy to disk and from there to the store, beside training; the files this rank wrote."""
+    @ray.method(concurrency_group=BACKGROUND)
+    def store_snapshot(self, iteration: int) -> list[CheckpointFile]:
+        """Write the snapshot to disk, then upload it to the store, while training continues; return the files of this
+        rank."""
         snapshot, self._snapshot = self._snapshot, None
         assert snapshot is not None, "nothing was copied"
         folder = self._scratch / f"checkpoint-{iteration}"
         return upload_files(self._store, folder, snapshot(folder))
 
-    def _watched(self, version: int) -> "Iterator[tuple[str, Tensor]]":
-        """The weights; what they are is known once all of them have gone by."""
-        from roll_core.weights.checks import Watch
+    def _observed_weights(self, version: int) -> "Iterator[tuple[str, Tensor]]":
+        """Iterate over the weights while recording their check and digest, which are complete after the last tensor."""
+        from roll_core.weights.checks import CheckRecorder
         from roll_core.weights.digests import WeightsDigest
 
-        self._watch, self._digest = Watch(version), WeightsDigest()
-        return self._watch.over(self._digest.over(self._learner.weights()))
+        self._check_recorder, self._digest = CheckRecorder(version), WeightsDigest()
+        return self._check_recorder.observe(self._digest.observe(self._learner.weights()))
 
-    def _lay_out_next(self) -> "BroadcastBucket | None":
+    def _next_bucket(self) -> "BroadcastBucket | None":
+        """Pack the next bucket for `broadcast`; return its description, None after the last."""
         from roll_core.weights.buckets import BroadcastBucket
 
-        laid_out = next(self._laid_out, None)
-        if laid_out is None:
+        packed = next(self._unsent, None)
+        if packed is None:
             return None
-        entries, self._flat = laid_out
-        return BroadcastBucket(entries, len(self._flat))
+        entries, self._outgoing = packed
+        return BroadcastBucket(entries, len(self._outgoing))
 
-    def _help_to_gather(self) -> None:
-        """Take part in gathering weights that another rank keeps."""
+    def _join_gather(self) -> None:
+        """Take part in gathering the weights for another rank."""
         for _ in self._learner.weights():
             pass
 
-    def _once(self, request_id: str, act: Callable[[], Result]) -> Result:
-        if request_id not in self._answers:
-            self._answers[request_id] = act()
-            for forgotten in list(self._answers)[:-ANSWERS_KEPT]:
-                del self._answers[forgotten]
-        return self._answers[request_id]
+    def _idempotent(self, request_id: str, act: Callable[[], Result]) -> Result:
+        """Call `act` once per request id; a repeated id gets the first result."""
+        if request_id not in self._results:
+            self._results[request_id] = act()
+            for oldest in list(self._results)[:-RESULTS_KEPT]:
+                del self._results[oldest]
+        return self._results[request_id]
 
     def _prepared_batch(self, collected: Collected, trajectories: list[Trajectory] | None) -> "PreparedBatch":
+        """Return the prepared batch; prepare it now if this rank does not have it."""
         if collected.request.request_id not in self._prepared:
             self.prepare(collected, trajectories)
         return self._prepared[collected.request.request_id]
 
     def _warm_start(self) -> Metrics:
+        """Imitate demonstrations for the optimizer steps that `warm_start` configures."""
         from roll_core.batching.samples import demonstration_sample
         from roll_core.data.problem_source import build_source
         from roll_core.rollout.renderer import build_renderer
@@ -311,7 +337,18 @@ class TrainerRank:
 
         return {"warm_start/loss": self._learner.imitate(demonstrations, plan.optimizer, plan.steps)}
 
+    def _memory_metrics(self) -> Metrics:
+        """Peak GPU memory in GB since the last call; empty without a GPU."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return {}
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return {"update/peak_memory_gb": peak / 1e9}
+
     def _load_teachers(self) -> None:
+        """Build the frozen teachers, and load those that are checkpoints of runs."""
         from roll_core.training.learner import teacher_name
 
         self._learner.build_teachers()
@@ -319,28 +356,19 @@ class TrainerRank:
             for number, teacher in enumerate(self._config.algorithm.teachers):
                 if teacher.kind == "run":
                     assert teacher.iteration is not None, "teachers are pinned when a run is opened"
-                    checkpoint = checkpoint_of(self._store, teacher.run_id, teacher.iteration)
-                    self._with_folder(checkpoint, partial(self._learner.load_frozen, teacher_name(number)))
+                    checkpoint = find_checkpoint(self._store, teacher.run_id, teacher.iteration)
+                    self._load_checkpoint(checkpoint, partial(self._learner.load_frozen, teacher_name(number)))
 
-    def _with_folder(self, checkpoint: CheckpointRef, load: Callable[[Path], None]) -> None:
+    def _load_checkpoint(self, checkpoint: CheckpointRef, load: Callable[[Path], None]) -> None:
+        """Download a checkpoint to a scratch folder and call `load` with the folder."""
         folder = self._scratch / f"restore-{checkpoint.iteration}-rank-{self._rank}"
         download_files(self._store, checkpoint, folder)
         load(folder)
         shutil.rmtree(folder)
 
 
-def _peak_memory() -> Metrics:
-    """Most of the GPU's memory that was in use since this was asked last, where there is a GPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return {}
-    peak = torch.cuda.max_memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    return {"update/peak_memory_gb": peak / 1e9}
-
-
-def checkpoint_of(store: ObjectStore, run_id: str, iteration: int) -> CheckpointRef:
+def find_checkpoint(store: ObjectStore, run_id: str, iteration: int) -> CheckpointRef:
+    """Return a run's checkpoint of an iteration; raise RollError if there is none."""
     for checkpoint in checkpoints_of(store, read_chain(store, run_id)):
         if checkpoint.iteration == iteration:
             return checkpoint

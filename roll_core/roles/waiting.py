@@ -1,4 +1,4 @@
-"""Every wait on a role has a deadline, and its error names who was late or who died."""
+"""Waits for replies of roles. Every wait has a deadline in seconds, and its error names the roles that were late or dead."""
 
 import contextlib
 import time
@@ -9,18 +9,19 @@ import ray
 
 from roll_core.errors import DeadlineExceeded, RoleDied, RollError
 
-GONE = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError)
-"""What Ray raises when a process it needs, or one that held an answer, is no more."""
+LOST_ROLE_ERRORS = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError)
+"""Errors that Ray raises when the called process, or the process that held a result, is gone."""
 
 
 def wait_for(pending: Mapping[str, ray.ObjectRef], stage: str, deadline_s: float) -> dict[str, Any]:
-    """Answers by name. The first failure ends the wait: the others may be stuck in a collective with the dead one."""
-    answers = _wait_for(pending, stage, deadline_s)
-    return {name: answers[name] for name in pending}
+    """Wait for all replies; return them by role name. The first failure ends the wait: the other roles may be stuck in a
+    collective with the failed one."""
+    replies = _wait_for(pending, stage, deadline_s)
+    return {name: replies[name] for name in pending}
 
 
 def wait_for_survivors(pending: Mapping[str, ray.ObjectRef], stage: str, deadline_s: float) -> dict[str, Any]:
-    """Answers by name, of those that live: for roles that have nothing to do with each other."""
+    """Wait for all replies of roles that are independent of each other; return those of live roles by name."""
     return _wait_for(pending, stage, deadline_s, RoleDied)
 
 
@@ -28,10 +29,11 @@ def _wait_for(
     pending: Mapping[str, ray.ObjectRef],
     stage: str,
     deadline_s: float,
-    *leave_out: type[RollError],
+    *ignored: type[RollError],
 ) -> dict[str, Any]:
+    """Wait for all replies until the deadline; errors of the `ignored` types only leave out the role that raised them."""
     name_of = {ref: name for name, ref in pending.items()}
-    answers: dict[str, Any] = {}
+    replies: dict[str, Any] = {}
     ends_at = time.monotonic() + deadline_s
     waiting = list(name_of)
     while waiting:
@@ -40,20 +42,21 @@ def _wait_for(
             late = ", ".join(sorted(name_of[ref] for ref in waiting))
             raise DeadlineExceeded(f"deadlines.{stage}: no answer after {deadline_s:.0f} s from {late}")
         for ref in ready:
-            with contextlib.suppress(*leave_out):
-                answers[name_of[ref]] = _answer(ref, name_of[ref], stage)
-    return answers
+            with contextlib.suppress(*ignored):
+                replies[name_of[ref]] = _result(ref, name_of[ref], stage)
+    return replies
 
 
-def _answer(ref: ray.ObjectRef, name: str, stage: str) -> Any:
+def _result(ref: ray.ObjectRef, name: str, stage: str) -> Any:
+    """Return the result of a finished call; raise RoleDied if its role, or a role it called, is gone."""
     try:
         return ray.get(ref)
     except ray.exceptions.RayTaskError as error:
-        # First, because what a method raises is also an instance of its cause's class.
+        # Caught first: an error raised by a method is also an instance of its cause's class.
         if isinstance(error.cause, RollError):
             raise error.cause from None
-        if isinstance(error.cause, GONE):
+        if isinstance(error.cause, LOST_ROLE_ERRORS):
             raise RoleDied(f"{name} lost the role it was working with during {stage}") from None
         raise
-    except GONE:
+    except LOST_ROLE_ERRORS:
         raise RoleDied(f"{name} died during {stage}") from None

@@ -1,1 +1,1 @@
-"""The life of every sample: drawn, generated, graded, grouped."""
+"""Rollout: every sample from its draw to its batch (drawn, generated, graded, grouped)."""

@@ -1,4 +1,4 @@
-"""Dynamic sampling: which groups are worth training on, by their rewards alone (DAPO, arXiv:2503.14476, section 3.2)."""
+"""Dynamic sampling: decides by its rewards alone whether a group is trained on (DAPO, arXiv:2503.14476, section 3.2)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,28 +9,29 @@ from roll_core.errors import RollError, one_line
 from roll_core.user_code import load_function
 
 PREDICATE = "rollout.filter.predicate"
+"""Config key of the user's own condition, for error messages."""
 
 
 def build_filter(config: GroupFilter) -> Callable[[Sequence[float]], bool]:
-    """Whether a group with these rewards passes every condition, the user's last."""
+    """Build a predicate on a group's rewards: True if they pass every condition of the config, the user's predicate last."""
     if config.predicate is None:
         return partial(_passes, config)
-    predicate = partial(_ask, config.predicate, load_function(PREDICATE, config.predicate))
+    predicate = partial(_call_predicate, config.predicate, load_function(PREDICATE, config.predicate))
     return lambda rewards: _passes(config, rewards) and predicate(rewards)
 
 
-def _passes(keep: GroupFilter, rewards: Sequence[float]) -> bool:
+def _passes(config: GroupFilter, rewards: Sequence[float]) -> bool:
     mean, spread = math.fsum(rewards) / len(rewards), max(rewards) - min(rewards)
-    if keep.equal_rewards and spread == 0:
+    if config.equal_rewards and spread == 0:
         return False
-    if keep.min_spread is not None and spread < keep.min_spread:
+    if config.min_spread is not None and spread < config.min_spread:
         return False
-    if keep.min_mean is not None and mean < keep.min_mean:
+    if config.min_mean is not None and mean < config.min_mean:
         return False
-    return keep.max_mean is None or mean <= keep.max_mean
+    return config.max_mean is None or mean <= config.max_mean
 
 
-def _ask(name: str, predicate: Callable[[list[float]], bool], rewards: Sequence[float]) -> bool:
+def _call_predicate(name: str, predicate: Callable[[list[float]], bool], rewards: Sequence[float]) -> bool:
     try:
         return bool(predicate(list(rewards)))
     except Exception as error:

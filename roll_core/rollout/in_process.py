@@ -1,4 +1,4 @@
-"""The rollout scheduler with engine and grader in this process: for tests and benchmarks, where a run has Ray between."""
+"""Rollout scheduler with one engine and one grader in this process. Tests and benchmarks use it; a run has Ray actors."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -17,12 +17,16 @@ if TYPE_CHECKING:
     from roll_core.inference.base import InferenceEngine
 
 
-class Grades(Protocol):
+class Grader(Protocol):
+    """Protocol of a grader in this process, such as `RewardRole`."""
+
     async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure | RewardUnavailable]: ...
 
 
 @dataclass(frozen=True)
 class LocalEngine:
+    """Adapter of an inference engine in this process to `EngineClient`."""
+
     name: str
     engine: "InferenceEngine"
 
@@ -36,15 +40,17 @@ class LocalEngine:
 
 @dataclass(frozen=True)
 class LocalGrader:
+    """Adapter of a grader in this process to `GraderClient`."""
+
     name: str
-    grader: Grades
+    grader: Grader
 
     async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure | RewardUnavailable]:
         return await self.grader.grade(items)
 
 
-def scheduler_in_process(config: RunConfig, engine: "InferenceEngine", grader: Grades) -> RolloutScheduler:
-    """The scheduler of a run's config, over one engine and one grader."""
+def scheduler_in_process(config: RunConfig, engine: "InferenceEngine", grader: Grader) -> RolloutScheduler:
+    """Build the rollout scheduler of a run's config over one engine and one grader."""
     return RolloutScheduler(
         config.rollout,
         seed=config.seed,

@@ -1,40 +1,40 @@
-"""How far to work ahead of training: as far as is allowed while the trainer has to wait, and no farther than is of use.
+"""Adaptive lookahead: how many batches the rollout stream may work ahead of training. Used by `lifecycle.py`.
 
-Work that lies finished before it is needed could have been begun later, by newer weights. Work that comes too late leaves
-the trainer idle, which costs more. So the lead grows at once and shrinks slowly, and never below one batch, which is
-generated while the one before it is trained on.
+A batch that is finished long before it is needed could have been generated later, by newer weights. A batch that is late
+leaves the trainer idle, which costs more. The lead therefore grows fast and shrinks slowly. It never falls below one batch
+(or the configured maximum, if that is less): one batch is generated while the one before it is trained on.
 """
 
 GROWTH = 0.5
-"""Batches that the lead grows by when the trainer had to wait."""
+"""Batches added to the lead when the trainer had to wait."""
 SHRINKAGE = 0.25
-"""Share of what was too early that the lead shrinks by."""
-TOLERATED = 0.1
-"""Share of the time between two batches that one may lie finished, or be waited for, without anything being changed."""
+"""Batches removed from the lead when a batch was early by a whole interval; in proportion if by less."""
+TOLERANCE = 0.1
+"""Share of the interval between two batches that a batch may be early or late without a change of the lead."""
 
 
 class Lookahead:
-    """`lead` is how many batches may be under way beyond the one that is waited for: `most`, to begin with."""
+    """Controller of `lead`: the batches that may be under way beyond the next one. It starts at `max_lead`."""
 
-    def __init__(self, most: float):
-        self.lead = most
-        self._most = most
-        self._full_at: float | None = None
+    def __init__(self, max_lead: float):
+        self.lead = max_lead
+        self._max_lead = max_lead
+        self._ready_at: float | None = None
         self._taken_at: float | None = None
 
-    def full(self, now: float) -> None:
-        """The next batch can be taken."""
-        if self._full_at is None:
-            self._full_at = now
+    def batch_ready(self, now: float) -> None:
+        """Report that the next batch can be taken."""
+        if self._ready_at is None:
+            self._ready_at = now
 
-    def taken(self, now: float, is_full: bool) -> None:
-        """A batch was; `is_full` says whether the one after it can be, too."""
-        if self._taken_at is not None and self._full_at is not None and now > self._taken_at:
+    def batch_taken(self, now: float, is_full: bool) -> None:
+        """Report that a batch was taken and adapt the lead; `is_full` says whether the batch after it can be taken, too."""
+        if self._taken_at is not None and self._ready_at is not None and now > self._taken_at:
             interval = now - self._taken_at
-            early = (now - self._full_at) / interval
-            if early > TOLERATED:
-                self.lead = max(min(1.0, self._most), self.lead - SHRINKAGE * early)
-            elif self._full_at - self._taken_at > TOLERATED * interval:
-                self.lead = min(self._most, self.lead + GROWTH)
+            early = (now - self._ready_at) / interval
+            if early > TOLERANCE:
+                self.lead = max(min(1.0, self._max_lead), self.lead - SHRINKAGE * early)
+            elif self._ready_at - self._taken_at > TOLERANCE * interval:
+                self.lead = min(self._max_lead, self.lead + GROWTH)
         self._taken_at = now
-        self._full_at = now if is_full else None
+        self._ready_at = now if is_full else None

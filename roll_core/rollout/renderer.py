@@ -1,4 +1,4 @@
-"""Messages to prompt tokens and completion tokens to text. One rendering for rollouts, evaluation and the warm start."""
+"""Renderers: messages to prompt tokens, completion tokens to text; used for rollouts, evaluation and the warm start."""
 
 from typing import Protocol
 
@@ -8,23 +8,26 @@ from roll_core.types.trajectory import Message
 
 
 class Renderer(Protocol):
+    """Converter between messages or text and the model's token ids."""
+
     stop_token_ids: tuple[int, ...]
+    """Token ids that end a completion."""
 
     def prompt(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
-        """Tokens after which the policy speaks."""
+        """Return the token ids of a prompt, up to where the policy begins to generate."""
         ...
 
     def completion(self, text: str) -> tuple[int, ...]:
-        """Tokens of a text the policy could have said, with the stop token."""
+        """Return the token ids of a completion text, with the stop token."""
         ...
 
     def text(self, token_ids: tuple[int, ...]) -> str:
-        """What a completion says, without the stop token."""
+        """Return the text of a completion, without the stop token."""
         ...
 
 
 class CharacterRenderer:
-    """Messages joined as they are, a token a character."""
+    """Renderer of models trained from scratch: messages are concatenated, one token per character."""
 
     stop_token_ids: tuple[int, ...] = (characters.EOS,)
 
@@ -39,7 +42,7 @@ class CharacterRenderer:
 
 
 class ChatTemplateRenderer:
-    """The chat template that came with a pretrained model."""
+    """Renderer of a pretrained model: the tokenizer and chat template that came with it."""
 
     def __init__(self, model_path: str):
         from transformers import AutoTokenizer
@@ -60,6 +63,7 @@ class ChatTemplateRenderer:
 
 
 def build_renderer(model: ModelConfig) -> Renderer:
+    """Build the renderer that fits the model of a config."""
     match model:
         case ScratchModel():
             return CharacterRenderer()

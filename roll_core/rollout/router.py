@@ -1,9 +1,9 @@
-"""Many engines as one, and many graders: who gets what, and who is still there. For the length of one stage.
+"""Routing of requests to engines and of trajectories to graders, for one stream. Used by `stream.py`.
 
-An attempt goes to the engine that has least to do, or to the one that has others of its group (and their prompt), unless
-that one is well behind. What becomes ready together travels in one call per engine, since a call costs more than a token.
-Whoever dies is left out from then on, and what it had is given to others: tokens depend on seed and weights alone, so
-nothing changes by that. What happened is told to whoever drives the stage, as the events below.
+An attempt goes to the least loaded engine, or to the engine that has others of its group (and their prompt in its KV cache)
+unless that engine is well behind. Requests that become ready together travel in one call per engine, because a call costs
+more than a token. A dead role gets nothing more, and its work goes to the others. Sampled tokens depend on seed and weights
+alone, so rerouting does not change them. Results and failures are emitted as the events below.
 """
 
 import asyncio
@@ -17,49 +17,56 @@ from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.types.trajectory import Ending, Failure, Problem, Score, Trajectory
 
 GRADED_AT_ONCE = 256
-"""Most trajectories sent to a grader in one call; those that end together are shared out over all graders first."""
-BITES_PER_ENGINE = 4
-"""An engine holds as many requests as it has slots and a quarter more, which wait there, so that a free slot is filled
-without a message; and it gets that quarter at once, so that calls stay few."""
+"""Maximum trajectories in one call to a grader. Trajectories that end together are first split over all graders."""
+REFILLS_PER_ENGINE = 4
+"""Number of refills that fill the slots of an engine: a refill is a quarter of its slots. An engine holds one request per
+slot plus one refill, which waits there, so that a free slot is filled without a message. A refill is sent as a whole, so
+that calls stay few."""
 SMOOTHING = 0.01
-"""Of the mean length of completions: it forgets those of about a hundred before."""
+"""Weight of the newest completion in the moving average of completion lengths: a window of about 100 completions."""
 
 GradingItem = tuple[Problem, Trajectory]
+"""Trajectory to grade, with its problem."""
 Grade = Score | Failure | RewardUnavailable
+"""Result of grading: a score, a failure of this trajectory alone, or an outage of the reward."""
 
 
 class EngineClient(Protocol):
+    """Client of one inference engine."""
+
     @property
     def name(self) -> str: ...
 
     def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
-        """Completions in the order they finish, several at a time."""
+        """Yield completions in the order they finish, several at a time."""
         ...
 
     async def abort(self, request_ids: list[str]) -> None:
-        """End these now; they come back from `generate` with what they have. What is unknown or over is ignored."""
+        """End these requests now. `generate` yields them with the tokens so far. Unknown and finished ids are ignored."""
         ...
 
 
 class GraderClient(Protocol):
+    """Client of one reward worker."""
+
     @property
     def name(self) -> str: ...
 
     async def grade(self, items: list[GradingItem]) -> list[Grade]:
-        """One answer per item, in order. What stays unavailable is answered, not raised: its siblings keep their grades."""
+        """Return one grade per item, in order. An outage is returned, not raised: the other items keep their grades."""
         ...
 
 
 @dataclass(frozen=True)
 class Completed:
-    """Attempts an engine is done with."""
+    """Event: an engine finished or aborted these requests."""
 
     completions: list[Completion]
 
 
 @dataclass(frozen=True)
 class GenerationFailed:
-    """A call to an engine failed, and with it these. After a RoleDied another engine can have them."""
+    """Event: a call to an engine failed with these requests. After a `RoleDied` another engine can have them."""
 
     request_ids: list[str]
     error: BaseException
@@ -67,45 +74,49 @@ class GenerationFailed:
 
 @dataclass(frozen=True)
 class Graded:
-    """What a grader said of each item."""
+    """Event: a grader returned these grades."""
 
-    answers: list[tuple[GradingItem, Grade]]
+    grades: list[tuple[GradingItem, Grade]]
 
 
 @dataclass(frozen=True)
 class GradingFailed:
-    """A call to a grader failed. After a RoleDied another one can have its items."""
+    """Event: a call to a grader failed with these items. After a `RoleDied` another grader can have them."""
 
     items: list[GradingItem]
     error: BaseException
 
 
 RolloutEvent = Completed | GenerationFailed | Graded | GradingFailed
-Tell = Callable[[RolloutEvent], None]
+Emit = Callable[[RolloutEvent], None]
+"""Receiver of events, such as `queue.put_nowait`."""
 
 
 @dataclass
 class DeadRoles:
-    """Who is no more, with the sentence it died by. Outlives a stage: the dead stay dead until they have successors."""
+    """Register of dead engines and graders with their causes. It outlives a stream: roles stay dead until succeeded."""
 
-    sentences: dict[str, str] = field(default_factory=dict)
+    causes: dict[str, str] = field(default_factory=dict)
+    """Error message by role name."""
 
-    def note(self, name: str, error: RoleDied) -> None:
-        self.sentences[name] = str(error)
+    def record(self, name: str, error: RoleDied) -> None:
+        """Record that a role died, with the error that reported it."""
+        self.causes[name] = str(error)
 
-    def of(self, clients: Sequence[EngineClient] | Sequence[GraderClient]) -> RoleDied:
-        """The failure of a stage that has nobody left."""
-        sentences = [self.sentences[client.name] for client in clients if client.name in self.sentences]
-        return RoleDied("; ".join(sentences) + ("; none is left" if len(sentences) > 1 else ""))
+    def error_for(self, clients: Sequence[EngineClient] | Sequence[GraderClient]) -> RoleDied:
+        """Build the error of a stage whose engines, or graders, are all dead."""
+        causes = [self.causes[client.name] for client in clients if client.name in self.causes]
+        return RoleDied("; ".join(causes) + ("; none is left" if len(causes) > 1 else ""))
 
 
 class _Calls:
-    """Calls under way. A call that fails is reported to whoever made it."""
+    """Set of calls in flight. A failed call is reported to the callback it was started with."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, call: Coroutine[Any, Any, None], failed: Callable[[BaseException], None]) -> None:
+        """Start a call; `failed` gets its exception, if it raises one."""
         task = asyncio.get_running_loop().create_task(call)
         self._tasks.add(task)
 
@@ -118,52 +129,62 @@ class _Calls:
         task.add_done_callback(ended)
 
     def cancel(self) -> None:
+        """Cancel all calls in flight; their `failed` is not called."""
         for task in self._tasks:
             task.cancel()
 
 
 @dataclass(frozen=True)
 class _AtEngine:
-    """Where a request is."""
+    """Engine that has a request, and the tokens reserved for it there."""
 
     name: str
+    """Name of the engine."""
     num_tokens: int
+    """Expected prompt and completion tokens."""
 
 
 class Router:
-    """An engine has room for as many requests as it has slots, and a quarter more, which wait there; and, where
-    `rollout.tokens_per_engine` says how much its cache holds, for as many as are expected to fit."""
+    """Router of generation requests to engines.
 
-    def __init__(self, engines: Sequence[EngineClient], config: RolloutConfig, deaths: DeadRoles, tell: Tell):
+    An engine has room for as many requests as it has slots, and one refill more, which wait there. If
+    `rollout.tokens_per_engine` says how many tokens its KV cache holds, the expected tokens have to fit as well.
+    """
+
+    def __init__(self, engines: Sequence[EngineClient], config: RolloutConfig, dead_roles: DeadRoles, emit: Emit):
         self._engines = {engine.name: engine for engine in engines}
-        self._deaths = deaths
-        self._tell = tell
+        self._dead_roles = dead_roles
+        self._emit = emit
         self._slots = config.slots_per_engine
-        self._bite = -(-config.slots_per_engine // BITES_PER_ENGINE)
+        self._refill_size = -(-config.slots_per_engine // REFILLS_PER_ENGINE)
         self._cache_tokens = config.tokens_per_engine
-        self._alive = {engine.name: engine for engine in engines if engine.name not in deaths.sentences}
+        self._alive = {engine.name: engine for engine in engines if engine.name not in dead_roles.causes}
         self.load = dict.fromkeys(self._alive, 0)
-        """Requests each engine has."""
+        """Number of requests by engine."""
         self._reserved = dict.fromkeys(self._alive, 0)
-        """Tokens that those are expected to come to."""
+        """Expected tokens of these requests, by engine."""
         self._has_room = set(self._alive)
-        self._withdrawn: set[str] = set()
+        """Engines that can be given a request."""
+        self._suspended: set[str] = set()
         self._home: dict[int, str] = {}
+        """Engine that got the group's last request, by group."""
         self._at: dict[str, _AtEngine] = {}
         self._outgoing: dict[str, list[GenerationRequest]] = {}
         self._mean_tokens = 0.0
         self._calls = _Calls()
 
     @property
-    def nobody_left(self) -> RoleDied | None:
-        return None if self._alive else self._deaths.of(list(self._engines.values()))
+    def no_survivors_error(self) -> RoleDied | None:
+        """Error to raise if every engine is dead; None while one is alive."""
+        return None if self._alive else self._dead_roles.error_for(list(self._engines.values()))
 
     @property
-    def load_of_living(self) -> dict[str, int]:
+    def load_by_engine(self) -> dict[str, int]:
+        """Number of requests by living engine."""
         return {name: self.load[name] for name in self._alive}
 
     def assign(self, group: int, request: GenerationRequest) -> str | None:
-        """Give a request of a group to an engine, with the next `send`; None where all have enough for now."""
+        """Assign a request to an engine, which gets it with the next `send`. None if no engine has room."""
         name = self._choose(self._home.get(group))
         if name is None:
             return None
@@ -173,23 +194,23 @@ class Router:
         self._outgoing.setdefault(name, []).append(request)
         self.load[name] += 1
         self._reserved[name] += expected
-        if self._is_taken(name, self._slots + self._bite):
+        if self._is_taken(name, self._slots + self._refill_size):
             self._has_room.discard(name)
         return name
 
     def send(self) -> None:
-        """All that was assigned since the last time, in one call per engine."""
+        """Send the requests assigned since the last call, in one call per engine."""
         outgoing, self._outgoing = self._outgoing, {}
         for name, requests in outgoing.items():
-            left, engine = {request.request_id: None for request in requests}, self._alive[name]
+            pending, engine = {request.request_id: None for request in requests}, self._alive[name]
 
-            def failed(error: BaseException, engine: EngineClient = engine, left: dict[str, None] = left) -> None:
-                self._failed(engine, list(left), error)
+            def failed(error: BaseException, engine: EngineClient = engine, pending: dict[str, None] = pending) -> None:
+                self._failed(engine, list(pending), error)
 
-            self._calls.start(self._generate(engine, requests, left), failed)
+            self._calls.start(self._generate(engine, requests, pending), failed)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Engines need not go on with these. One that dies over it is known by its completions, which do not come."""
+        """Tell engines to end these requests. An engine that dies meanwhile is noticed by its `generate` call."""
         ids_of: dict[str, list[str]] = {}
         for request_id in request_ids:
             if request_id in self._at:
@@ -198,107 +219,117 @@ class Router:
             if name in self._alive:
                 self._calls.start(self._alive[name].abort(ids), self._abort_failed)
 
-    def withdraw(self, names: Collection[str]) -> list[str]:
-        """Assign nothing to these engines until they are given back; what they have now."""
-        self._withdrawn |= set(names)
-        self._has_room -= self._withdrawn
-        return [request_id for request_id, at in self._at.items() if at.name in self._withdrawn]
+    def suspend(self, names: Collection[str]) -> list[str]:
+        """Assign nothing to these engines until `resume`; return the ids of the requests that suspended engines have."""
+        self._suspended |= set(names)
+        self._has_room -= self._suspended
+        return [request_id for request_id, at in self._at.items() if at.name in self._suspended]
 
-    def give_back(self, names: Collection[str]) -> None:
-        self._withdrawn -= set(names)
+    def resume(self, names: Collection[str]) -> None:
+        """Assign requests to these engines again."""
+        self._suspended -= set(names)
         for name in names:
-            self._freed(name)
+            self._update_room(name)
 
-    def is_quiet(self, names: Collection[str]) -> bool:
+    def is_idle(self, names: Collection[str]) -> bool:
+        """True if these engines have no requests."""
         return not any(self.load.get(name) for name in names)
 
-    def welcome(self, engine: EngineClient) -> None:
-        """One that is new, or takes the place of a dead one of the same name, whose calls may still be about to fail."""
+    def add_engine(self, engine: EngineClient) -> None:
+        """Add a new engine, or the successor of a dead one of the same name, whose calls may still be about to fail."""
         self._engines[engine.name] = self._alive[engine.name] = engine
         self.load.setdefault(engine.name, 0)
         self._reserved.setdefault(engine.name, 0)
-        self._freed(engine.name)
+        self._update_room(engine.name)
 
     def forget(self, group: int) -> None:
+        """Forget which engine a consumed group was with."""
         self._home.pop(group, None)
 
     def cancel(self) -> None:
+        """Cancel all calls in flight."""
         self._calls.cancel()
 
     def _choose(self, home: str | None) -> str | None:
-        """The engine with least to do, or the home of the group if that is not well behind."""
+        """Least loaded engine with room, or the home of the group unless that is over a refill behind; None without room."""
         if not self._has_room:
             return None
         name = min((name for name in self._alive if name in self._has_room), key=self.load.__getitem__)
-        if home in self._has_room and self.load[home] - self.load[name] <= self._bite:
+        if home in self._has_room and self.load[home] - self.load[name] <= self._refill_size:
             return home
         return name
 
     def _expected_tokens(self, request: GenerationRequest) -> int:
-        """Of a whole sequence, by what completions came to so far; at first, that each may become as long as it can."""
+        """Expected length of the whole sequence, by the mean completion so far; before the first completion, the maximum."""
         length = min(request.max_new_tokens, round(self._mean_tokens)) if self._mean_tokens else request.max_new_tokens
         return len(request.prompt_ids) + max(length, len(request.prefix_ids))
 
     def _is_taken(self, name: str, slots: int) -> bool:
+        """True if the engine has `slots` requests or its KV cache is reserved."""
         if self.load[name] >= slots:
             return True
-        # One request is let in always: a cache that is too small for it is the engine's to complain of.
+        # An idle engine always gets a request: if the KV cache is too small even for one, the engine reports the error.
         return self._cache_tokens is not None and self.load[name] > 0 and self._reserved[name] >= self._cache_tokens
 
-    async def _generate(self, engine: EngineClient, requests: list[GenerationRequest], left: dict[str, None]) -> None:
+    async def _generate(self, engine: EngineClient, requests: list[GenerationRequest], pending: dict[str, None]) -> None:
         async for completions in engine.generate(requests):
             for completion in completions:
-                assert completion.request_id in left, f"{engine.name} gave {completion.request_id} unasked, or twice"
-                del left[completion.request_id]
+                assert completion.request_id in pending, f"{engine.name} gave {completion.request_id} unasked, or twice"
+                del pending[completion.request_id]
                 if completion.ending is not Ending.ABORTED:
                     self._mean_tokens += SMOOTHING * (len(completion.token_ids) - self._mean_tokens)
-            self._left(completion.request_id for completion in completions)
-            self._tell(Completed(completions))
-        assert not left, f"{engine.name} gave no completion for {', '.join(left)}"
+            self._remove(completion.request_id for completion in completions)
+            self._emit(Completed(completions))
+        assert not pending, f"{engine.name} gave no completion for {', '.join(pending)}"
 
-    def _left(self, request_ids: Iterable[str]) -> None:
+    def _remove(self, request_ids: Iterable[str]) -> None:
+        """Release what was reserved for requests that left their engine."""
         for request_id in request_ids:
             at = self._at.pop(request_id)
             self.load[at.name] -= 1
             self._reserved[at.name] -= at.num_tokens
-            self._freed(at.name)
+            self._update_room(at.name)
 
-    def _freed(self, name: str) -> None:
-        if name in self._alive and name not in self._withdrawn and not self._is_taken(name, self._slots + 1):
+    def _update_room(self, name: str) -> None:
+        """Mark an engine as having room once a whole refill fits."""
+        if name in self._alive and name not in self._suspended and not self._is_taken(name, self._slots + 1):
             self._has_room.add(name)
 
     def _abort_failed(self, error: BaseException) -> None:
         if not isinstance(error, RoleDied):
-            self._tell(GenerationFailed([], error))
+            self._emit(GenerationFailed([], error))
 
     def _failed(self, engine: EngineClient, request_ids: list[str], error: BaseException) -> None:
         if isinstance(error, RoleDied) and self._engines[engine.name] is engine:
-            self._deaths.note(engine.name, error)
+            self._dead_roles.record(engine.name, error)
             self._alive.pop(engine.name, None)
             self._has_room.discard(engine.name)
-        self._left(request_ids)
-        self._tell(GenerationFailed(request_ids, error))
+        self._remove(request_ids)
+        self._emit(GenerationFailed(request_ids, error))
 
 
 class GraderPool:
-    def __init__(self, graders: Sequence[GraderClient], deaths: DeadRoles, tell: Tell):
+    """Pool of graders that share the trajectories to grade, in turn."""
+
+    def __init__(self, graders: Sequence[GraderClient], dead_roles: DeadRoles, emit: Emit):
         self._graders = {grader.name: grader for grader in graders}
-        self._deaths = deaths
-        self._tell = tell
-        self._alive = {grader.name: grader for grader in graders if grader.name not in deaths.sentences}
+        self._dead_roles = dead_roles
+        self._emit = emit
+        self._alive = {grader.name: grader for grader in graders if grader.name not in dead_roles.causes}
         self._next = 0
         self._calls = _Calls()
 
     @property
-    def nobody_left(self) -> RoleDied | None:
-        return None if self._alive else self._deaths.of(list(self._graders.values()))
+    def no_survivors_error(self) -> RoleDied | None:
+        """Error to raise if every grader is dead; None while one is alive."""
+        return None if self._alive else self._dead_roles.error_for(list(self._graders.values()))
 
-    def welcome(self, grader: GraderClient) -> None:
-        """One that takes the place of a dead one of the same name."""
+    def add_grader(self, grader: GraderClient) -> None:
+        """Add a new grader, or the successor of a dead one of the same name."""
         self._graders[grader.name] = self._alive[grader.name] = grader
 
     def send(self, items: list[GradingItem]) -> None:
-        """Shared out over the graders, each in its turn."""
+        """Split the items evenly over the graders, round robin."""
         alive = list(self._alive.values())
         size = max(1, min(GRADED_AT_ONCE, -(-len(items) // len(alive))))
         for start in range(0, len(items), size):
@@ -312,14 +343,15 @@ class GraderPool:
             self._calls.start(self._grade(grader, part), failed)
 
     def cancel(self) -> None:
+        """Cancel all calls in flight."""
         self._calls.cancel()
 
     async def _grade(self, grader: GraderClient, items: list[GradingItem]) -> None:
-        answers = await grader.grade(items)
-        self._tell(Graded(list(zip(items, answers, strict=True))))
+        grades = await grader.grade(items)
+        self._emit(Graded(list(zip(items, grades, strict=True))))
 
     def _failed(self, grader: GraderClient, items: list[GradingItem], error: BaseException) -> None:
         if isinstance(error, RoleDied) and self._graders[grader.name] is grader:
-            self._deaths.note(grader.name, error)
+            self._dead_roles.record(grader.name, error)
             self._alive.pop(grader.name, None)
-        self._tell(GradingFailed(items, error))
+        self._emit(GradingFailed(items, error))

@@ -1,6 +1,6 @@
-"""A stream of problems on its way to batches: carries messages between what decides (`lifecycle.py`) and those who work
-(`router.py`), in the background until it is closed. The rollout scheduler has one for training, and one for each evaluation.
-"""
+"""Stream of problems on its way to batches: the event loop between the state machine (`lifecycle.py`) and the engines and
+graders (`router.py`). It runs in the background until it is closed. The rollout scheduler has one stream for training and
+opens another for each evaluation."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from roll_core.config.rollout import InFlightPolicy
 from roll_core.errors import RewardUnavailable, RoleDied, RollError
 from roll_core.inference.requests import Completion, GenerationRequest
-from roll_core.rollout.lifecycle import Lifecycle, Page, Phase, Place
+from roll_core.rollout.lifecycle import AttemptId, LedgerPage, Lifecycle, Phase
 from roll_core.rollout.meters import Meters
 from roll_core.rollout.renderer import Renderer
 from roll_core.rollout.router import (
@@ -27,53 +27,57 @@ from roll_core.rollout.router import (
     RolloutEvent,
     Router,
 )
-from roll_core.rollout.tracing import trace_of
+from roll_core.rollout.tracing import build_trace
 from roll_core.types.manifest import DrawOutcome, Metrics
-from roll_core.types.routing import extended
+from roll_core.types.routing import merge_routing
 from roll_core.types.trace import AttemptTrace
 from roll_core.types.trajectory import Ending, Failure, Problem, Score, Trajectory, Turn
 
-Finished = dict[Place, Trajectory]
-"""Trajectories generated to their end, graded or not, by problem and attempt. Their `group` is the problem's place in the
-stream; in a batch it is the place in the batch's page."""
-Partial = dict[Place, Completion]
-"""What there is of attempts that were interrupted."""
+Finished = dict[AttemptId, Trajectory]
+"""Trajectories that are generated to their end, graded or not, by attempt id. Their `group` is the problem's position in the
+stream; the scheduler makes it relative to the batch's ledger page."""
+Partial = dict[AttemptId, Completion]
+"""Tokens so far of interrupted attempts, by attempt id."""
 Keep = Callable[[Trajectory], None]
-NOBODY = ""
-"""The engine of an attempt that was finished before."""
-NO_PROGRESS = 16
-"""An attempt that comes back so often without another token is not going to get anywhere."""
-FAREWELL_S = 10.0
-"""How long engines may take to end what nobody waits for any more."""
+"""Receiver of finished trajectories, such as `Journal.add`."""
+NO_ENGINE = ""
+"""Engine name of an attempt that an earlier leg or stream finished."""
+MAX_RETURNS_WITHOUT_PROGRESS = 16
+"""Consecutive interruptions without a new token after which an attempt is given up as aborted."""
+CLOSE_TIMEOUT_S = 10.0
+"""Seconds that engines have to end their requests when the stream is closed."""
 
 
-def nobody(trajectory: Trajectory) -> None:
-    """Keep it nowhere."""
+def discard(trajectory: Trajectory) -> None:
+    """Drop the trajectory: the `Keep` of streams whose trajectories are not journaled."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One trajectory to be: which problem, which place in its group, and what is asked of the engine."""
+    """Attempt to make: its problem, its id and the request for the engine."""
 
     problem: Problem
-    place: Place
+    attempt_id: AttemptId
     request: GenerationRequest
 
 
 @dataclass(frozen=True)
 class Batch:
-    page: Page
+    """Batch of finished trajectories, with its ledger page and the trace of every attempt of that page."""
+
+    page: LedgerPage
     trajectories: list[Trajectory]
+    """Trajectories to train on, in order of attempt id."""
     trace: list[AttemptTrace]
 
 
 class Stream:
-    """Tells the lifecycle what happened, and does what it says is to be done, in the background until it is closed."""
+    """Driver of a lifecycle: reports events to it and does the work it asks for, in a background task."""
 
     def __init__(
         self,
-        lives: Lifecycle,
-        attempts: Callable[[Sequence[Place]], list[Attempt]],
+        lifecycle: Lifecycle,
+        make_attempts: Callable[[Sequence[AttemptId]], list[Attempt]],
         finished: Finished,
         partial: Partial,
         router: Router,
@@ -85,80 +89,91 @@ class Stream:
     ):
         self._now = asyncio.get_running_loop().time
         self._epoch = time.time() - self._now()
-        """What to add to our times to get those of the world."""
-        self.lives = lives
+        """Difference to add to event-loop times to get seconds since 1970."""
+        self.lifecycle = lifecycle
         self.router = router
         self.failures: list[BaseException] = []
-        self._make_attempts = attempts
-        self._attempts: dict[Place, Attempt] = {}
-        self._place_of: dict[str, Place] = {}
+        """Errors of this stream; the first is raised by `next_batch`."""
+        self._make_attempts = make_attempts
+        self._attempts: dict[AttemptId, Attempt] = {}
+        self._attempt_id_of: dict[str, AttemptId] = {}
+        """Attempt id by request id."""
         self._finished = finished
         self._partial = partial
-        self._fruitless: dict[Place, int] = {}
+        self._returns_without_progress: dict[AttemptId, int] = {}
+        """Consecutive interruptions without a new token, by attempt id."""
         self._pool = pool
         self._events = events
         self._renderer = renderer
         self._keep = keep
         self._meters = meters
         self._progress = asyncio.Event()
+        """Set after every round of events, and when the background task ends."""
         self._task = asyncio.get_running_loop().create_task(self._run())
         self._task.add_done_callback(lambda _: self._progress.set())
 
-    # ---------------------------------------------------------------------------------------------- what others ask for
+    # ---------------------------------------------------------------------------------------------- calls of the scheduler
     async def next_batch(self) -> Batch:
-        """The next batch, once it is full and engines have ended what it makes superfluous.
+        """Wait for the next batch, and until engines have ended what it makes superfluous.
 
-        A failure is raised when nothing is under way any more: what other engines are at is not lost to a sick one.
+        A failure is raised only when no attempt is under way any more, so that the work of healthy engines is not lost.
         """
-        await self._until(lambda: self.lives.is_full or self.lives.is_settled)
-        if not self.lives.is_full:
-            raise self.failures[0] if self.failures else RollError(_too_few(self.lives))
-        page = self.lives.take(self._now())
-        self._act()
-        await self._until(lambda: not self.lives.is_aborting)
-        lengths = {group.number: len(self._attempts[group.attempts[0].place].request.prompt_ids) for group in page.groups}
-        trace = trace_of(page, lengths, self._finished, self._now(), self._epoch)
-        batch = Batch(page, [self._finished[place] for place in page.consumed], trace)
+        await self._wait_until(lambda: self.lifecycle.is_full or self.lifecycle.is_settled)
+        if not self.lifecycle.is_full:
+            raise self.failures[0] if self.failures else RollError(_too_few_message(self.lifecycle))
+        page = self.lifecycle.take(self._now())
+        self._dispatch()
+        await self._wait_until(lambda: not self.lifecycle.is_aborting)
+        lengths = {
+            group.number: len(self._attempts[group.attempts[0].attempt_id].request.prompt_ids) for group in page.groups
+        }
+        trace = build_trace(page, lengths, self._finished, self._now(), self._epoch)
+        batch = Batch(page, [self._finished[attempt_id] for attempt_id in page.consumed], trace)
         self._forget(page)
         return batch
 
     def read_meters(self) -> Metrics:
-        """Of the time since the last batch."""
+        """Return the metrics of the time since the last batch."""
         return self._meters.read(self._now())
 
     def adopted(self, version: int) -> None:
-        self.lives.adopted(version, self._now())
-        self._act()
+        """Report that every engine generates with this weights version."""
+        self.lifecycle.adopted(version, self._now())
+        self._dispatch()
 
-    async def withdraw(self, engines: Sequence[str], in_flight: InFlightPolicy) -> None:
-        ids = self.router.withdraw(engines)
+    async def suspend(self, engines: Sequence[str], in_flight: InFlightPolicy) -> None:
+        """Give these engines nothing more, and wait until they are idle: requests in flight finish or are interrupted."""
+        ids = self.router.suspend(engines)
         if in_flight is not InFlightPolicy.FINISH:
             self.router.abort(ids)
-        await self._until(lambda: self.router.is_quiet(engines))
+        await self._wait_until(lambda: self.router.is_idle(engines))
 
-    def give_back(self, engines: Sequence[str]) -> None:
-        self.router.give_back(engines)
-        self._act()
+    def resume(self, engines: Sequence[str]) -> None:
+        """Give these engines requests again."""
+        self.router.resume(engines)
+        self._dispatch()
 
-    def welcome(self, engines: Sequence[EngineClient], graders: Sequence[GraderClient]) -> None:
+    def add_workers(self, engines: Sequence[EngineClient], graders: Sequence[GraderClient]) -> None:
+        """Add new engines and graders, or successors of dead ones."""
         for engine in engines:
-            self.router.welcome(engine)
+            self.router.add_engine(engine)
         for grader in graders:
-            self._pool.welcome(grader)
-        self._act()
+            self._pool.add_grader(grader)
+        self._dispatch()
 
     async def close(self) -> None:
-        """End what engines have, and stop. One that does not answer is not waited for."""
+        """Interrupt all requests and stop. An unresponsive engine is waited for at most `CLOSE_TIMEOUT_S`."""
         try:
             with contextlib.suppress(TimeoutError, RollError):
-                async with asyncio.timeout(FAREWELL_S):
-                    await self.withdraw(list(self.router.load), InFlightPolicy.RESUME)
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self.suspend(list(self.router.load), InFlightPolicy.RESUME)
         finally:
             self._task.cancel()
             self.router.cancel()
             self._pool.cancel()
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until the condition holds; raise the error of the background task if that ends first."""
         while not condition():
             if self._task.done():
                 self._task.result()
@@ -166,139 +181,146 @@ class Stream:
             await self._progress.wait()
 
     async def _run(self) -> None:
-        """Events that came together are taken together, so that calls stay few."""
-        self._act()
+        """Handle events for ever. Events that arrive together are handled together, so that calls stay few."""
+        self._dispatch()
         while True:
-            self._take(await self._events.get())
+            self._handle(await self._events.get())
             while not self._events.empty():
-                self._take(self._events.get_nowait())
-            self._act()
+                self._handle(self._events.get_nowait())
+            self._dispatch()
             self._progress.set()
 
-    # ---------------------------------------------------------------------------------------------- what is to be done
-    def _act(self) -> None:
-        while drawn := self.lives.new_draws():
+    # ---------------------------------------------------------------------------------------------- work to do
+    def _dispatch(self) -> None:
+        """Do all the work that the lifecycle asks for now."""
+        while drawn := self.lifecycle.new_draws():
             for group in drawn:
-                self._begin(group)
-        self._generate()
-        if places := self.lives.to_grade(self._now()):
-            self._grade(places)
-        if places := self.lives.to_abort():
-            self.router.abort([self._attempts[place].request.request_id for place in places])
-        lives = self.lives
-        self._meters.set(self.router.load_of_living, lives.num_queued, lives.num_grading, lives.num_accepted, self._now())
+                self._start_group(group)
+        self._send_requests()
+        if attempt_ids := self.lifecycle.to_grade(self._now()):
+            self._send_to_graders(attempt_ids)
+        if attempt_ids := self.lifecycle.to_abort():
+            self.router.abort([self._attempts[attempt_id].request.request_id for attempt_id in attempt_ids])
+        lifecycle = self.lifecycle
+        self._meters.set(
+            self.router.load_by_engine, lifecycle.num_queued, lifecycle.num_grading, lifecycle.num_accepted, self._now()
+        )
 
-    def _begin(self, group: int) -> None:
-        """Attempts at a problem that was drawn; what is known of them already is as if it happened now."""
-        for attempt in self._make_attempts(self.lives.places_of(group)):
-            self._attempts[attempt.place] = attempt
-            self._place_of[attempt.request.request_id] = attempt.place
-        for place in self.lives.places_of(group):
-            known = self._finished.get(place)
-            if known is not None and self.lives.state_of(place) is Phase.QUEUED:
-                self.lives.generating(place, NOBODY, self._now())
-                self._generated(place, known)
+    def _start_group(self, group: int) -> None:
+        """Make the attempts of a group that was drawn. Attempts with a finished trajectory skip generation."""
+        for attempt in self._make_attempts(self.lifecycle.attempt_ids_of(group)):
+            self._attempts[attempt.attempt_id] = attempt
+            self._attempt_id_of[attempt.request.request_id] = attempt.attempt_id
+        for attempt_id in self.lifecycle.attempt_ids_of(group):
+            known = self._finished.get(attempt_id)
+            if known is not None and self.lifecycle.phase_of(attempt_id) is Phase.QUEUED:
+                self.lifecycle.generating(attempt_id, NO_ENGINE, self._now())
+                self._generated(attempt_id, known)
 
-    def _generate(self) -> None:
-        failure = self.router.nobody_left
-        while (place := self.lives.next_queued()) is not None:
+    def _send_requests(self) -> None:
+        """Assign queued attempts to engines until none has room. Without a living engine, fail them."""
+        failure = self.router.no_survivors_error
+        while (attempt_id := self.lifecycle.next_queued()) is not None:
             if failure is not None:
-                self._fail(failure, [place])
+                self._fail(failure, [attempt_id])
                 continue
-            engine = self.router.assign(place[0], self._request(place))
+            engine = self.router.assign(attempt_id[0], self._request(attempt_id))
             if engine is None:
                 break
-            self.lives.generating(place, engine, self._now())
+            self.lifecycle.generating(attempt_id, engine, self._now())
         self.router.send()
 
-    def _request(self, place: Place) -> GenerationRequest:
-        """For all of an attempt, or for what it lacks."""
-        request, partial = self._attempts[place].request, self._partial.get(place)
+    def _request(self, attempt_id: AttemptId) -> GenerationRequest:
+        """Request for a whole attempt, or for the rest of an interrupted one."""
+        request, partial = self._attempts[attempt_id].request, self._partial.get(attempt_id)
         return request if partial is None else replace(request, prefix_ids=partial.token_ids)
 
-    def _grade(self, places: list[Place]) -> None:
-        if failure := self._pool.nobody_left:
-            self._fail(failure, places)
+    def _send_to_graders(self, attempt_ids: list[AttemptId]) -> None:
+        if failure := self._pool.no_survivors_error:
+            self._fail(failure, attempt_ids)
         else:
-            self._pool.send([(self._attempts[place].problem, self._finished[place]) for place in places])
+            self._pool.send([(self._attempts[attempt_id].problem, self._finished[attempt_id]) for attempt_id in attempt_ids])
 
-    def _forget(self, page: Page) -> None:
-        """Nothing is left of a batch's attempts but, perhaps, grades that nobody waits for."""
+    def _forget(self, page: LedgerPage) -> None:
+        """Forget the attempts of a consumed page; late grades for them are ignored."""
         for group in page.groups:
             self.router.forget(group.number)
-            for life in group.attempts:
-                del self._place_of[self._attempts.pop(life.place).request.request_id]
-                for kept in (self._finished, self._partial, self._fruitless):
-                    kept.pop(life.place, None)
+            for attempt in group.attempts:
+                del self._attempt_id_of[self._attempts.pop(attempt.attempt_id).request.request_id]
+                for kept in (self._finished, self._partial, self._returns_without_progress):
+                    kept.pop(attempt.attempt_id, None)
 
-    # ---------------------------------------------------------------------------------------------- what happened
-    def _take(self, event: RolloutEvent) -> None:
+    # ---------------------------------------------------------------------------------------------- events
+    def _handle(self, event: RolloutEvent) -> None:
         match event:
             case Completed():
                 for completion in event.completions:
                     self._completed(completion)
             case GenerationFailed():
-                self._came_to_nothing([self._place_of[request_id] for request_id in event.request_ids], event.error)
+                self._call_failed([self._attempt_id_of[request_id] for request_id in event.request_ids], event.error)
             case Graded():
-                now = self._now()  # the same for all of a call, which is how a trace shows what was graded together
-                for item, answer in event.answers:
-                    self._answered(item, answer, now)
+                now = self._now()  # one time for the whole call: a trace thereby shows which attempts were graded together
+                for item, grade in event.grades:
+                    self._graded(item, grade, now)
             case GradingFailed():
-                self._came_to_nothing([_place(trajectory) for _, trajectory in event.items], event.error)
+                self._call_failed([_attempt_id(trajectory) for _, trajectory in event.items], event.error)
 
     def _completed(self, completion: Completion) -> None:
-        place = self._place_of[completion.request_id]
-        whole = _joined(self._partial.pop(place, None), completion)
-        if self.lives.state_of(place) is Phase.ABORTING:
-            self.lives.generated(place, len(whole.token_ids), self._now())
+        attempt_id = self._attempt_id_of[completion.request_id]
+        whole = _joined(self._partial.pop(attempt_id, None), completion)
+        if self.lifecycle.phase_of(attempt_id) is Phase.ABORTING:
+            self.lifecycle.generated(attempt_id, len(whole.token_ids), self._now())
         elif whole.ending is not Ending.ABORTED:
-            self._finished[place] = self._as_trajectory(self._attempts[place], whole)
-            self._keep(self._finished[place])
-            self._generated(place, self._finished[place])
+            self._finished[attempt_id] = self._as_trajectory(self._attempts[attempt_id], whole)
+            self._keep(self._finished[attempt_id])
+            self._generated(attempt_id, self._finished[attempt_id])
         else:
-            self._interrupted(place, whole, num_new=len(completion.token_ids))
+            self._interrupted(attempt_id, whole, num_new=len(completion.token_ids))
 
-    def _interrupted(self, place: Place, so_far: Completion, num_new: int) -> None:
-        """It goes on from where it was, unless that leads nowhere."""
-        self._fruitless[place] = 0 if num_new else self._fruitless.get(place, 0) + 1
-        if self._fruitless[place] == NO_PROGRESS:
-            self._finished[place] = self._as_trajectory(self._attempts[place], so_far)
-            self._generated(place, self._finished[place])
+    def _interrupted(self, attempt_id: AttemptId, so_far: Completion, num_new: int) -> None:
+        """Requeue an attempt to resume from its tokens, unless it has stopped making progress."""
+        self._returns_without_progress[attempt_id] = 0 if num_new else self._returns_without_progress.get(attempt_id, 0) + 1
+        if self._returns_without_progress[attempt_id] == MAX_RETURNS_WITHOUT_PROGRESS:
+            self._finished[attempt_id] = self._as_trajectory(self._attempts[attempt_id], so_far)
+            self._generated(attempt_id, self._finished[attempt_id])
             return
-        self._partial[place] = so_far
-        self.lives.interrupted(place, len(so_far.token_ids), self._now())
+        self._partial[attempt_id] = so_far
+        self.lifecycle.interrupted(attempt_id, len(so_far.token_ids), self._now())
 
-    def _generated(self, place: Place, trajectory: Trajectory) -> None:
-        self.lives.generated(place, trajectory.num_completion_tokens, self._now())
+    def _generated(self, attempt_id: AttemptId, trajectory: Trajectory) -> None:
+        """Report a finished trajectory, with its grade if it has one."""
+        self.lifecycle.generated(attempt_id, trajectory.num_completion_tokens, self._now())
         if trajectory.score is not None:
-            self.lives.graded(place, trajectory.score.value, self._now())
+            self.lifecycle.graded(attempt_id, trajectory.score.value, self._now())
         elif trajectory.failure is not None:
-            self.lives.graded(place, None, self._now())
+            self.lifecycle.graded(attempt_id, None, self._now())
 
-    def _answered(self, item: GradingItem, answer: Grade, now: float) -> None:
+    def _graded(self, item: GradingItem, grade: Grade, now: float) -> None:
+        """Report the grade of a trajectory, unless its group was decided meanwhile."""
         _, trajectory = item
-        place = _place(trajectory)
-        if not self.lives.awaits_grade(place):
+        attempt_id = _attempt_id(trajectory)
+        if not self.lifecycle.awaits_grade(attempt_id):
             return
-        if isinstance(answer, RewardUnavailable):
-            self._fail(answer, [place])
+        if isinstance(grade, RewardUnavailable):
+            self._fail(grade, [attempt_id])
             return
-        self._finished[place] = _graded(trajectory, answer)
-        self._keep(self._finished[place])
-        self.lives.graded(place, answer.value if isinstance(answer, Score) else None, now)
+        self._finished[attempt_id] = _with_grade(trajectory, grade)
+        self._keep(self._finished[attempt_id])
+        self.lifecycle.graded(attempt_id, grade.value if isinstance(grade, Score) else None, now)
 
-    def _came_to_nothing(self, places: list[Place], error: BaseException) -> None:
-        """Somebody else may still do what the dead cannot; any other failure is the stage's."""
+    def _call_failed(self, attempt_ids: list[AttemptId], error: BaseException) -> None:
+        """Requeue the attempts of a dead role for another one; any other error fails the stage."""
         if not isinstance(error, RoleDied):
-            self._fail(error, places)
+            self._fail(error, attempt_ids)
             return
-        for place in places:
-            self.lives.lost(place, self._now())
+        for attempt_id in attempt_ids:
+            self.lifecycle.lost(attempt_id, self._now())
 
-    def _fail(self, error: BaseException, places: list[Place]) -> None:
+    def _fail(self, error: BaseException, attempt_ids: list[AttemptId]) -> None:
+        """Abandon these attempts; the stage fails with the first error."""
         self.failures.append(error)
-        for place in places:
-            self.lives.abandoned(place, self._now())
+        for attempt_id in attempt_ids:
+            self.lifecycle.abandoned(attempt_id, self._now())
 
     def _as_trajectory(self, attempt: Attempt, completion: Completion) -> Trajectory:
         turn = Turn(
@@ -309,7 +331,7 @@ class Stream:
             text=self._renderer.text(completion.token_ids),
             experts=completion.experts,
         )
-        group, number = attempt.place
+        group, number = attempt.attempt_id
         return Trajectory(
             problem_id=attempt.problem.problem_id,
             domain=attempt.problem.domain,
@@ -322,12 +344,12 @@ class Stream:
         )
 
 
-def _place(trajectory: Trajectory) -> Place:
+def _attempt_id(trajectory: Trajectory) -> AttemptId:
     return trajectory.group, trajectory.attempt
 
 
 def _joined(partial: Completion | None, rest: Completion) -> Completion:
-    """A completion that was made in pieces."""
+    """Concatenate the tokens of an interrupted completion and its continuation."""
     if partial is None:
         return rest
     return Completion(
@@ -336,21 +358,23 @@ def _joined(partial: Completion | None, rest: Completion) -> Completion:
         sampler_logprobs=partial.sampler_logprobs + rest.sampler_logprobs,
         weights_versions=partial.weights_versions + rest.weights_versions,
         ending=rest.ending,
-        experts=extended(partial.experts, rest.experts),
+        experts=merge_routing(partial.experts, rest.experts),
     )
 
 
-def _graded(trajectory: Trajectory, answer: Score | Failure) -> Trajectory:
-    if isinstance(answer, Failure):
-        return replace(trajectory, failure=answer)
-    return replace(trajectory, score=answer)
+def _with_grade(trajectory: Trajectory, grade: Score | Failure) -> Trajectory:
+    """Copy of a trajectory with its score or failure."""
+    if isinstance(grade, Failure):
+        return replace(trajectory, failure=grade)
+    return replace(trajectory, score=grade)
 
 
-def _too_few(lives: Lifecycle) -> str:
-    outcomes = [group.outcome for group in lives.open_page.groups]
+def _too_few_message(lifecycle: Lifecycle) -> str:
+    """Error message of a stream that reached `max_draws` without a full batch."""
+    outcomes = [group.outcome for group in lifecycle.pending_page.groups]
     return (
-        f"rollout.max_draws: of {len(outcomes)} problems drawn only {lives.num_accepted} were useful, and "
-        f"{lives.terms.num_groups} are needed ({outcomes.count(DrawOutcome.FILTERED)} left out by rollout.filter, "
+        f"rollout.max_draws: of {len(outcomes)} problems drawn only {lifecycle.num_accepted} were useful, and "
+        f"{lifecycle.spec.num_groups} are needed ({outcomes.count(DrawOutcome.FILTERED)} left out by rollout.filter, "
         f"{outcomes.count(DrawOutcome.FAILED)} could not be graded): make the filter milder, raise max_draws, or choose "
         "problems that the policy solves sometimes"
     )

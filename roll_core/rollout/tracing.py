@@ -1,9 +1,9 @@
-"""From lives to the record of them."""
+"""Conversion of attempt states to the stored trace of a batch (`types.trace`). Used by `stream.py`."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from roll_core.rollout.lifecycle import AttemptState, Page, Phase, Place
+from roll_core.rollout.lifecycle import AttemptId, AttemptState, LedgerPage, Phase
 from roll_core.types.manifest import DrawOutcome
 from roll_core.types.trace import AttemptTrace, Fate
 from roll_core.types.trajectory import Trajectory
@@ -16,35 +16,38 @@ _FATE = {
 }
 
 
-def trace_of(
-    page: Page,
+def build_trace(
+    page: LedgerPage,
     prompt_lengths: Mapping[int, int],
-    trajectories: Mapping[Place, Trajectory],
+    trajectories: Mapping[AttemptId, Trajectory],
     consumed_at: float,
     epoch: float,
 ) -> list[AttemptTrace]:
-    """Of every attempt of a page. `epoch` makes the times of lives those of the world."""
+    """Build the trace of every attempt of a page.
+
+    `prompt_lengths` has the prompt tokens by group. `epoch` is added to event-loop times to get seconds since 1970.
+    """
     return [
         AttemptTrace(
             problem=group.number,
-            attempt=life.place[1],
-            fate=_fate(life, group.outcome),
+            attempt=attempt.attempt_id[1],
+            fate=_fate(attempt, group.outcome),
             num_prompt_tokens=prompt_lengths[group.number],
-            oldest_version=_oldest(trajectories.get(life.place)),
+            oldest_version=_oldest(trajectories.get(attempt.attempt_id)),
             drawn_at=epoch + group.drawn_at,
-            spans=tuple(replace(span, begin=epoch + span.begin, end=epoch + span.end) for span in life.spans),
-            grading_at=_when(life, Phase.GRADING, epoch),
-            graded_at=_when(life, Phase.GRADED, epoch),
+            spans=tuple(replace(span, begin=epoch + span.begin, end=epoch + span.end) for span in attempt.spans),
+            grading_at=_when(attempt, Phase.GRADING, epoch),
+            graded_at=_when(attempt, Phase.GRADED, epoch),
             consumed_at=epoch + consumed_at,
         )
         for group in page.groups
-        for life in group.attempts
+        for attempt in group.attempts
     ]
 
 
-def _fate(life: AttemptState, outcome: DrawOutcome | None) -> Fate:
+def _fate(attempt: AttemptState, outcome: DrawOutcome | None) -> Fate:
     assert outcome is not None, "a page has no open groups"
-    match life.state:
+    match attempt.phase:
         case Phase.ABORTED:
             return Fate.ABORTED
         case Phase.FAILED | Phase.ABANDONED:
@@ -53,12 +56,13 @@ def _fate(life: AttemptState, outcome: DrawOutcome | None) -> Fate:
             return _FATE[outcome]
 
 
-def _when(life: AttemptState, state: Phase, epoch: float) -> float | None:
-    """It came to a state, for the last time."""
-    return next((epoch + at for seen, at in reversed(life.history) if seen is state), None)
+def _when(attempt: AttemptState, phase: Phase, epoch: float) -> float | None:
+    """Time at which the attempt last entered a phase; None if it never did."""
+    return next((epoch + at for seen, at in reversed(attempt.history) if seen is phase), None)
 
 
 def _oldest(trajectory: Trajectory | None) -> int | None:
+    """Oldest weights version among the tokens of a trajectory."""
     if trajectory is None:
         return None
     return min((version for turn in trajectory.turns for version in turn.weights_versions), default=None)

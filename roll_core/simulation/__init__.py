@@ -1,1 +1,1 @@
-"""Simulation: the real rollout scheduler in virtual time, between modelled engines, graders and trainer."""
+"""Simulation: the real rollout scheduler in virtual time, with modelled engines, graders and trainer."""

@@ -1,4 +1,4 @@
-"""Assumed machines and workload, for configs of which no run was recorded. `roll simulate` says so where it uses them."""
+"""Assumed machines and workload for a config without a recorded run. `roll simulate` says so where it uses them."""
 
 from roll_core.config.inference import RehearsalInference, TorchInference, VllmInference
 from roll_core.config.operations.placement import DeviceKind
@@ -11,15 +11,15 @@ from roll_core.simulation.simulator import MachineModels
 from roll_core.simulation.workload import SampledWorkload
 
 SECONDS_PER_TRAINED_TOKEN = 1.2e-4
-"""One device at 400 Tflop/s, a model of 8 billion parameters, 6 operations per parameter and token."""
+"""Seconds per token of a training step: one device at 400 Tflop/s, 8e9 parameters, 6 operations per parameter and token."""
 FORWARD_SHARE = 1 / 3
-"""Share of a training step that is the forward pass, which is all that prepare computes."""
+"""Share of a training step that is the forward pass; `prepare` computes only that."""
 SMALL_ENGINE = EngineModel(seconds_to_first_token=0.1, seconds_per_token=0.02, seconds_per_token_per_running=1e-4)
-"""An engine on a CPU, or one whose model is not known."""
+"""Model of an engine on a CPU, or of one whose model shape is unknown."""
 
 
 def assumed_models(config: RunConfig) -> MachineModels:
-    """Assumed speed of the engines, graders and trainer of a config."""
+    """Build the assumed speed models of the engines, graders and trainer of a config."""
     engine = _assumed_engine(config)
     trainer = TrainerModel(
         num_devices=1,
@@ -32,7 +32,7 @@ def assumed_models(config: RunConfig) -> MachineModels:
 
 
 def assumed_workload(config: RunConfig) -> SampledWorkload:
-    """Assumed distribution of completion lengths and environment waits of a config."""
+    """Build the assumed distribution of completion lengths and environment waits of a config."""
     most, seed = config.rollout.max_new_tokens, config.seed
     match config.inference:
         case RehearsalInference(environment=None) as latency:
@@ -62,7 +62,7 @@ def _assumed_engine(config: RunConfig) -> EngineModel:
 
 
 def _assumed_vllm(config: RunConfig) -> EngineModel:
-    """Decode steps estimated from the model's shape and `cluster.speed`; SMALL_ENGINE on a CPU or without a shape."""
+    """Engine model with decode steps by the model's shape and `cluster.speed`; SMALL_ENGINE on a CPU or without a shape."""
     shape = shape_of(config.model)
     if shape is None or config.cluster.device is DeviceKind.CPU:
         return SMALL_ENGINE

@@ -1,4 +1,4 @@
-"""How fast the machines of a run were, from what it recorded: traces of attempts, and the timings of its manifests."""
+"""Fit of machine models to a recorded run: engines and graders to attempt traces, the trainer to manifest timings."""
 
 import heapq
 from collections.abc import Mapping, Sequence
@@ -9,21 +9,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roll_core.config.run import RunConfig
-from roll_core.reporting.activity import Levels, count_over_time
-from roll_core.simulation.machines import SHORTEST_S, Cost, EngineModel, GraderModel, TrainerModel
+from roll_core.reporting.activity import StepFunction, count_over_time
+from roll_core.simulation.machines import MIN_TOKEN_S, Cost, EngineModel, GraderModel, TrainerModel
 from roll_core.simulation.simulator import MachineModels
 from roll_core.types.trace import AttemptTrace, Fate, Span
 
 ROUNDS = 6
-"""Fits of an engine, each with what the one before says of how many ran while a token was made; three would do."""
-UNUSUAL, LEAST_SHARE = 8.0, 0.75
-"""Left out is what misses the fit by so many times the median, but never more than a quarter."""
+"""Iterations of the engine fit; three are enough. Each weights spans by the token rates of the model before it."""
+OUTLIER_FACTOR, MIN_KEPT_SHARE = 8.0, 0.75
+"""Outlier rule of the engine fit: a span is left out if its residual exceeds OUTLIER_FACTOR times the median residual. At
+least MIN_KEPT_SHARE of the spans is kept."""
 
 
 def fit_models(
     config: RunConfig, traces: Sequence[Sequence[AttemptTrace]], timings: Sequence[Mapping[str, float]]
 ) -> MachineModels:
-    """The machines of a run of this config, from some of its iterations: a trace and the manifest's timings of each."""
+    """Fit the machine models of a run.
+
+    Each of `traces` has the attempts of one iteration, and each of `timings` the seconds by stage from its manifest.
+    """
     every = [trace for of_iteration in traces for trace in of_iteration]
     num_tokens = [sum(t.num_tokens for t in of_iteration if t.fate is Fate.TRAINED) for of_iteration in traces]
     return MachineModels(
@@ -36,27 +40,30 @@ def fit_models(
 # -------------------------------------------------------------------------------------------------- engines
 @dataclass(frozen=True)
 class _Observed:
-    """Spans of one engine, and how many it ran meanwhile."""
+    """Spans of one engine, and its number of running sequences over time."""
 
     begins: NDArray[np.float64]
+    """Times in seconds at which the spans got a slot."""
     ends: NDArray[np.float64]
     num_tokens: NDArray[np.float64]
-    running: Levels
+    running: StepFunction
+    """Number of sequences in slots, over time."""
 
     def others(self, model: EngineModel) -> NDArray[np.float64]:
-        """Other sequences that ran, in the mean over a span's tokens: there are more of those while fewer ran."""
-        pace = 1.0 / np.maximum(
-            SHORTEST_S, model.seconds_per_token + model.seconds_per_token_per_running * (self.running.levels - 1)
+        """Mean number of other sequences that ran, over the tokens of each span. The mean is weighted by token rate: an
+        engine makes more tokens per second while fewer sequences run."""
+        tokens_per_second = 1.0 / np.maximum(
+            MIN_TOKEN_S, model.seconds_per_token + model.seconds_per_token_per_running * (self.running.levels - 1)
         )
-        weights = np.where(self.running.levels > 0, pace, 0.0)
-        others = Levels(self.running.times, weights * np.maximum(0.0, self.running.levels - 1))
-        return others.area(self.begins, self.ends) / Levels(self.running.times, weights).area(self.begins, self.ends)
+        weights = np.where(self.running.levels > 0, tokens_per_second, 0.0)
+        others = StepFunction(self.running.times, weights * np.maximum(0.0, self.running.levels - 1))
+        return others.area(self.begins, self.ends) / StepFunction(self.running.times, weights).area(self.begins, self.ends)
 
 
 def fit_engine(traces: Sequence[AttemptTrace], num_slots: int) -> EngineModel:
-    """Least squares of seconds on 1, tokens, and tokens x others that ran, none negative.
+    """Fit an engine by non-negative least squares of a span's seconds on 1, tokens, and tokens x other running sequences.
 
-    Engines may take over weights while they have requests, which then wait: the spans that fit least are left out.
+    The spans with the largest residuals are left out: requests wait while an engine adopts weights.
     """
     spans_of: dict[str, list[Span]] = {}
     for trace in traces:
@@ -65,11 +72,11 @@ def fit_engine(traces: Sequence[AttemptTrace], num_slots: int) -> EngineModel:
     observed = [seen for spans in spans_of.values() if (seen := _observe(spans, num_slots)) is not None]
     every = np.full(sum(len(seen.begins) for seen in observed), True)
     _, missed = _fit_spans(observed, every)
-    return _fit_spans(observed, missed <= max(UNUSUAL * np.median(missed), np.quantile(missed, LEAST_SHARE)))[0]
+    return _fit_spans(observed, missed <= max(OUTLIER_FACTOR * np.median(missed), np.quantile(missed, MIN_KEPT_SHARE)))[0]
 
 
 def _fit_spans(observed: Sequence[_Observed], chosen: NDArray[np.bool_]) -> tuple[EngineModel, NDArray[np.float64]]:
-    """The model of some spans, and by how many seconds it misses each of all."""
+    """Fit the chosen spans; return the model and the absolute residual of every span in seconds."""
     seconds = np.concatenate([seen.ends - seen.begins for seen in observed])
     num_tokens = np.concatenate([seen.num_tokens for seen in observed])
     model, missed = EngineModel(0.0, 1.0), seconds
@@ -82,7 +89,7 @@ def _fit_spans(observed: Sequence[_Observed], chosen: NDArray[np.bool_]) -> tupl
 
 
 def _observe(spans: Sequence[Span], num_slots: int) -> _Observed | None:
-    """None for an engine that never gave a token."""
+    """Observations of one engine; None if it never generated a token."""
     in_slots = with_slot_times(spans, num_slots)
     useful = [span for span in in_slots if span.num_tokens]
     if not useful:
@@ -92,8 +99,10 @@ def _observe(spans: Sequence[Span], num_slots: int) -> _Observed | None:
 
 
 def with_slot_times(spans: Sequence[Span], num_slots: int) -> list[Span]:
-    """Spans from when they got a slot. Engines are given more than they have slots for, and serve who came first; those that
-    left without a slot are left out."""
+    """Move the begin of each span to when it got a slot; drop spans that never got one.
+
+    An engine holds more requests than it has slots and serves them first come, first served.
+    """
     ends: list[float] = []
     in_slots = []
     for span in sorted(spans, key=lambda span: span.begin):
@@ -111,7 +120,7 @@ def with_slot_times(spans: Sequence[Span], num_slots: int) -> list[Span]:
 
 
 def non_negative_least_squares(columns: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Weights, none below zero, with which columns come closest. Exact, by trying every set of the few columns."""
+    """Solve least squares with weights >= 0. Exact: solves every subset of the few columns."""
     num_columns = columns.shape[1]
     best, least = np.zeros(num_columns), float(wanted @ wanted)
     for size in range(1, num_columns + 1):
@@ -127,7 +136,7 @@ def non_negative_least_squares(columns: NDArray[np.float64], wanted: NDArray[np.
 
 # -------------------------------------------------------------------------------------------------- graders and trainer
 def fit_grader(traces: Sequence[AttemptTrace]) -> GraderModel:
-    """Attempts that went to a grader together and came back together shared its time."""
+    """Fit grading seconds per attempt. Attempts sent and returned at the same times were one call and share its duration."""
     calls: dict[tuple[float, float], int] = {}
     for trace in traces:
         if trace.grading_at is not None and trace.graded_at is not None:
@@ -138,7 +147,7 @@ def fit_grader(traces: Sequence[AttemptTrace]) -> GraderModel:
 
 
 def fit_trainer(timings: Sequence[Mapping[str, float]], num_tokens: Sequence[int], num_devices: int) -> TrainerModel:
-    """Means, and for what depends on the size of the batch a line."""
+    """Fit the trainer: a line over batch tokens for `prepare` and `update`, means for the other stages."""
 
     def cost(*stages: str) -> Cost:
         seconds = np.array([sum(timing.get(stage, 0.0) for stage in stages) for timing in timings])
@@ -146,7 +155,7 @@ def fit_trainer(timings: Sequence[Mapping[str, float]], num_tokens: Sequence[int
         return Cost(*non_negative_least_squares(columns, seconds).tolist())
 
     def mean(stage: str) -> float:
-        """Of the iterations that had it."""
+        """Mean seconds over the iterations that had the stage."""
         seconds = [timing[stage] for timing in timings if stage in timing]
         return sum(seconds) / max(1, len(seconds))
 

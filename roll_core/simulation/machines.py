@@ -1,6 +1,6 @@
-"""Engines, graders and a trainer that only take the time they would take: what a simulated run is made of.
+"""Modelled engines, graders and trainer that only take time. `simulator.py` runs the real rollout scheduler with them.
 
-They speak to the rollout scheduler as real ones do, by the clock of the event loop, which `virtual_time.py` lets jump.
+They implement the clients of `rollout/router.py`. They sleep by the event loop's clock, which `virtual_time.py` makes jump.
 """
 
 import asyncio
@@ -19,135 +19,160 @@ from roll_core.simulation.workload import Demand, Workload
 from roll_core.types.trajectory import Demonstration, Ending, Message, Problem, Score, Speaker
 
 USEFUL, USELESS = 1.0, 0.0
-"""Rewards of groups that pass a modelled filter and of those that do not."""
-SHORTEST_S = 1e-9
-"""A token takes some time, whatever a fit says."""
+"""Rewards of groups that pass the modelled filter, and of groups that do not."""
+MIN_TOKEN_S = 1e-9
+"""Minimum seconds per token, whatever a fit says."""
 _ROUNDING = 1e-6
-"""Tokens: sums of times are not exact, and what is this close to its end has reached it."""
+"""Tolerance in tokens: sums of floating-point times are inexact."""
 
 
 @dataclass(frozen=True)
 class EngineModel:
-    """How fast one engine is. A token takes the same time in all sequences that run, and longer the more there are.
+    """Speed of one engine. A decode step takes the same time for all running sequences, and longer the more there are.
 
     Example: EngineModel(seconds_to_first_token=0.05, seconds_per_token=0.02, seconds_per_token_per_running=0.0001) gives 100
     sequences a token every 0.0299 s.
     """
 
     seconds_to_first_token: float
+    """Seconds between getting a slot and the start of decoding (prefill)."""
     seconds_per_token: float
-    """Of a sequence that runs alone."""
+    """Seconds per token of a sequence that runs alone."""
     seconds_per_token_per_running: float = 0.0
-    """More for each other sequence that runs."""
+    """Additional seconds per token for each other running sequence."""
 
     def token_seconds(self, num_running: int) -> float:
-        return max(SHORTEST_S, self.seconds_per_token + self.seconds_per_token_per_running * max(0, num_running - 1))
+        """Seconds per token while `num_running` sequences run."""
+        return max(MIN_TOKEN_S, self.seconds_per_token + self.seconds_per_token_per_running * max(0, num_running - 1))
 
 
 @dataclass(frozen=True)
 class GraderModel:
-    """Seconds that grading an attempt took, to be drawn from. Attempts of one call are graded one after another."""
+    """Sample of grading seconds per attempt, to be drawn from. Attempts of one call are graded one after another."""
 
     seconds: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a stage, by the tokens of the batch. Example: Cost(seconds=2.0, seconds_per_token=0.0001)"""
+    """Seconds of a stage as a line over the tokens of the batch.
+
+    Example: Cost(seconds=2.0, seconds_per_token=0.0001)
+    """
 
     seconds: float
     seconds_per_token: float = 0.0
 
-    def of(self, num_tokens: int) -> float:
+    def seconds_for(self, num_tokens: int) -> float:
+        """Seconds for a batch of `num_tokens` tokens."""
         return self.seconds + self.seconds_per_token * num_tokens
 
 
 @dataclass(frozen=True)
 class TrainerModel:
-    """Seconds of an iteration outside of collect, with so many devices. `prepare` and `update` are taken to be shared evenly
-    by the devices: twice as many take half the time. Nothing else depends on them."""
+    """Seconds of the stages of an iteration other than collect, measured with `num_devices` devices.
+
+    `prepare` and `update` are assumed to scale linearly: twice the devices take half the time. The other stages do not
+    depend on the number of devices.
+    """
 
     num_devices: int
     prepare: Cost
     update: Cost
-    """A critic's update included."""
+    """Seconds of the update, a critic's included."""
     publish_seconds: float = 0.0
     evaluate_seconds: float = 0.0
-    """When it is due; so for a checkpoint."""
+    """Seconds of one evaluation, in iterations that have one."""
     checkpoint_seconds: float = 0.0
+    """Seconds of one checkpoint, in iterations that have one."""
     other_seconds: float = 0.0
-    """Commit, tracking, and what lies between stages."""
+    """Seconds of commit, tracking and the gaps between stages."""
 
 
-# -------------------------------------------------------------------------------------------------- an engine
-class Demands:
-    """What each request asks for. Shared by the engines of a simulation: an attempt that is resumed elsewhere is the same.
+# -------------------------------------------------------------------------------------------------- engine
+class DemandBook:
+    """Lookup of the demand of each request, shared by all engines: an attempt that is resumed elsewhere keeps its demand.
 
-    Requests carry a seed; the attempts at a problem are numbered in the order in which their seeds are first seen.
+    Attempts at a problem are numbered in the order in which their request seeds are first seen.
     """
 
     def __init__(self, workload: Workload):
         self._workload = workload
         self._number_of: dict[int, dict[int, int]] = {}
 
-    def of(self, request: GenerationRequest) -> Demand:
+    def demand_for(self, request: GenerationRequest) -> Demand:
+        """Return the demand of a request; its first prompt token is the problem number."""
         problem = request.prompt_ids[0]
         numbers = self._number_of.setdefault(problem, {})
         return self._workload.demand(problem, numbers.setdefault(request.seed, len(numbers)))
 
 
 @dataclass(eq=False)
-class _Sequence:
+class _SimulatedSequence:
+    """Request at a simulated engine."""
+
     request: GenerationRequest
     ended: asyncio.Queue[Completion]
+    """Queue that gets the completion."""
     num_tokens: int
-    """Still to be generated."""
+    """Tokens to generate in this visit."""
     delay: float
-    """Between its slot and its first token."""
+    """Seconds between getting a slot and decoding."""
     began_at: float | None = None
-    """By the engine's token clock; None before its first token is on its way."""
+    """Value of the token clock when decoding began; None before that."""
     versions: tuple[int, ...] = ()
-    """Of its tokens so far, up to the last time weights changed."""
+    """Weights version of each token generated up to the last change of weights."""
     timer: asyncio.TimerHandle | None = None
+    """Timer of `delay`."""
 
     @property
     def ends_at(self) -> float:
+        """Value of the token clock at which the sequence is complete."""
         assert self.began_at is not None
         return self.began_at + self.num_tokens
 
 
 class SimulatedEngine:
-    """Continuous batching with slots. All sequences that run are given tokens at one pace, so one clock that counts tokens
-    serves them all, and the next to end is the top of a heap: whoever comes or goes costs no more with many than with few.
+    """Simulated engine with continuous batching in a fixed number of slots.
+
+    All running sequences get tokens at the same rate. One clock that counts tokens therefore serves all of them, and the
+    next sequence to end is at the top of a heap: the cost of a change hardly grows with the number of running sequences.
     """
 
-    def __init__(self, name: str, model: EngineModel, num_slots: int, demands: Demands):
+    def __init__(self, name: str, model: EngineModel, num_slots: int, demands: DemandBook):
         self.name = name
         self.busy_seconds = 0.0
+        """Seconds with at least one running sequence."""
         self.running_seconds = 0.0
-        """Summed over sequences."""
+        """Seconds in slots, summed over sequences."""
         self._model = model
         self._num_slots = num_slots
         self._demands = demands
         self._version = 0
         self._admits = True
+        """False while weights are adopted: waiting requests get no slot."""
         self._generates = True
-        self._waiting: deque[_Sequence] = deque()
-        self._running: dict[str, _Sequence] = {}
-        self._by_end: list[tuple[float, int, _Sequence]] = []
+        """False while the token clock stands still."""
+        self._waiting: deque[_SimulatedSequence] = deque()
+        self._running: dict[str, _SimulatedSequence] = {}
+        self._by_end: list[tuple[float, int, _SimulatedSequence]] = []
+        """Heap of decoding sequences by end on the token clock; sequences that left are dropped lazily."""
         self._order = count()
         self._tokens = 0.0
+        """Token clock: tokens that a sequence would have got since the start."""
         self._read_at = 0.0
+        """Event-loop time up to which the token clock is advanced."""
         self._next_end: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
 
-    # ---------------------------------------------------------------------------------------------- an EngineClient
+    # ---------------------------------------------------------------------------------------------- EngineClient
     async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
+        """Yield completions in the order they finish, several at a time."""
         ended: asyncio.Queue[Completion] = asyncio.Queue()
         sequences = [self._sequence(request, ended) for request in requests]
         self._waiting.extend(sequences)
-        self._changed()
+        self._reschedule()
         left = len(requests)
         try:
             while left:
@@ -158,19 +183,20 @@ class SimulatedEngine:
                 yield together
         finally:
             if left:
-                self._read_clock()
+                self._advance_clock()
                 for sequence in sequences:
                     self._leave(sequence)
-                self._changed()
+                self._reschedule()
 
     async def abort(self, request_ids: list[str]) -> None:
+        """End these requests now with the tokens so far."""
         named = set(request_ids)
         waiting = [sequence for sequence in self._waiting if sequence.request.request_id in named]
         self._interrupt(waiting + [self._running[name] for name in request_ids if name in self._running])
 
     # ---------------------------------------------------------------------------------------------- new weights
     async def adopt(self, version: int, in_flight: InFlightPolicy, seconds: float) -> None:
-        """Take over weights, which takes `seconds` in which nothing is generated."""
+        """Adopt a weights version under an in-flight policy; for `seconds` nothing is generated."""
         self._admits = False
         match in_flight:
             case InFlightPolicy.FINISH:
@@ -179,26 +205,27 @@ class SimulatedEngine:
                 self._interrupt(list(self._running.values()))
             case InFlightPolicy.CONTINUE:
                 pass
-        self._read_clock()
+        self._advance_clock()
         self._generates = False
-        self._changed()
+        self._reschedule()
         await asyncio.sleep(seconds)
-        self._read_clock()
+        self._advance_clock()
         for sequence in self._running.values():
-            sequence.versions = self._versions(sequence, self._num_there(sequence))
+            sequence.versions = self._versions(sequence, self._num_generated(sequence))
         self._version = version
         self._admits = self._generates = True
-        self._changed()
+        self._reschedule()
 
     # ---------------------------------------------------------------------------------------------- sequences
-    def _sequence(self, request: GenerationRequest, ended: asyncio.Queue[Completion]) -> _Sequence:
-        demand = self._demands.of(request)
+    def _sequence(self, request: GenerationRequest, ended: asyncio.Queue[Completion]) -> _SimulatedSequence:
+        demand = self._demands.demand_for(request)
         total = min(demand.num_tokens, request.max_new_tokens)
         num_tokens = max(1, total - len(request.prefix_ids))
         delay = self._model.seconds_to_first_token + demand.waiting_seconds * num_tokens / total
-        return _Sequence(request, ended, num_tokens, delay)
+        return _SimulatedSequence(request, ended, num_tokens, delay)
 
     def _admit(self) -> None:
+        """Give free slots to waiting requests."""
         loop = asyncio.get_running_loop()
         while self._waiting and self._admits and len(self._running) < self._num_slots:
             sequence = self._waiting.popleft()
@@ -210,33 +237,36 @@ class SimulatedEngine:
         if self._running:
             self._idle.clear()
 
-    def _begin(self, sequence: _Sequence) -> None:
-        self._read_clock()
+    def _begin(self, sequence: _SimulatedSequence) -> None:
+        """Begin to decode a sequence whose delay is over."""
+        self._advance_clock()
         self._push(sequence)
-        self._changed()
+        self._reschedule()
 
-    def _push(self, sequence: _Sequence) -> None:
+    def _push(self, sequence: _SimulatedSequence) -> None:
         sequence.began_at = self._tokens
         heapq.heappush(self._by_end, (sequence.ends_at, next(self._order), sequence))
 
-    def _end_those_due(self) -> None:
-        self._read_clock()
+    def _finish_due(self) -> None:
+        """Complete every sequence whose end has been reached."""
+        self._advance_clock()
         while self._by_end and self._by_end[0][0] <= self._tokens + _ROUNDING:
             sequence = heapq.heappop(self._by_end)[2]
             if self._leave(sequence):
-                self._answer(sequence, sequence.num_tokens, Ending.STOP)
-        self._changed()
+                self._emit_completion(sequence, sequence.num_tokens, Ending.STOP)
+        self._reschedule()
 
-    def _interrupt(self, sequences: list[_Sequence]) -> None:
-        self._read_clock()
+    def _interrupt(self, sequences: list[_SimulatedSequence]) -> None:
+        """Return these sequences as aborted, with the tokens so far."""
+        self._advance_clock()
         for sequence in sequences:
-            num_there = self._num_there(sequence)
+            num_generated = self._num_generated(sequence)
             if self._leave(sequence):
-                self._answer(sequence, num_there, Ending.ABORTED)
-        self._changed()
+                self._emit_completion(sequence, num_generated, Ending.ABORTED)
+        self._reschedule()
 
-    def _leave(self, sequence: _Sequence) -> bool:
-        """Give its place to others; False if it was gone."""
+    def _leave(self, sequence: _SimulatedSequence) -> bool:
+        """Remove a sequence from its slot or the waiting queue; False if it had left before."""
         if sequence.timer is not None:
             sequence.timer.cancel()
         if self._running.get(sequence.request.request_id) is sequence:
@@ -249,24 +279,25 @@ class SimulatedEngine:
             return True
         return False
 
-    def _num_there(self, sequence: _Sequence) -> int:
-        """Tokens it has; the last one is only there when it ends."""
+    def _num_generated(self, sequence: _SimulatedSequence) -> int:
+        """Tokens generated so far in this visit; the last token counts only at the end."""
         if sequence.began_at is None:
             return 0
         return min(int(self._tokens - sequence.began_at + _ROUNDING), sequence.num_tokens - 1)
 
-    def _versions(self, sequence: _Sequence, num_tokens: int) -> tuple[int, ...]:
+    def _versions(self, sequence: _SimulatedSequence, num_tokens: int) -> tuple[int, ...]:
+        """Weights version of each of the first `num_tokens` tokens."""
         known = sequence.versions[:num_tokens]
         return known + repeated(self._version, num_tokens - len(known))
 
-    def _answer(self, sequence: _Sequence, num_tokens: int, ending: Ending) -> None:
+    def _emit_completion(self, sequence: _SimulatedSequence, num_tokens: int, ending: Ending) -> None:
         blank = repeated(0, num_tokens)
         versions = self._versions(sequence, num_tokens)
         sequence.ended.put_nowait(Completion(sequence.request.request_id, blank, blank, versions, ending))
 
     # ---------------------------------------------------------------------------------------------- the token clock
-    def _read_clock(self) -> None:
-        """Bring everything that grows with time up to now."""
+    def _advance_clock(self) -> None:
+        """Advance the token clock and the busy counters to the current time."""
         now = asyncio.get_running_loop().time()
         passed, self._read_at = now - self._read_at, now
         running = len(self._running)
@@ -275,9 +306,9 @@ class SimulatedEngine:
         if self._generates and running:
             self._tokens += passed / self._model.token_seconds(running)
 
-    def _changed(self) -> None:
-        """Somebody came or went: fill free slots, and wait for the next end at the new pace."""
-        self._read_clock()
+    def _reschedule(self) -> None:
+        """Fill free slots and set the timer for the next end at the current rate; called after every change."""
+        self._advance_clock()
         self._admit()
         if self._next_end is not None:
             self._next_end.cancel()
@@ -287,31 +318,33 @@ class SimulatedEngine:
         if self._by_end and self._generates:
             tokens_left = max(0.0, self._by_end[0][0] - self._tokens)
             seconds = tokens_left * self._model.token_seconds(len(self._running))
-            self._next_end = asyncio.get_running_loop().call_later(seconds, self._end_those_due)
+            self._next_end = asyncio.get_running_loop().call_later(seconds, self._finish_due)
 
 
 @lru_cache(maxsize=4096)
 def repeated(value: int, count: int) -> tuple[int, ...]:
-    """Shared between completions: thousands of long ones are alike."""
+    """Tuple of `count` times `value`, cached: thousands of long completions are alike."""
     return (value,) * count
 
 
 # -------------------------------------------------------------------------------------------------- graders and problems
 @dataclass(frozen=True)
 class SimulatedGrader:
+    """Simulated grader: sleeps for sampled grading times and returns the rewards of the modelled filter."""
+
     name: str
     model: GraderModel
     workload: Workload
-    chance: random.Random = field(default_factory=lambda: random.Random(0))
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     async def grade(self, items: list[GradingItem]) -> list[Grade]:
-        await asyncio.sleep(sum(self.chance.choice(self.model.seconds) for _ in items))
+        await asyncio.sleep(sum(self.rng.choice(self.model.seconds) for _ in items))
         useful = (self.workload.is_useful(int(problem.answer)) for problem, _ in items)
         return [Score(USEFUL if passes else USELESS, passes) for passes in useful]
 
 
 class NumberedProblems:
-    """Problems that are their place in the stream."""
+    """Problem source whose problems are their own position in the stream."""
 
     domains = frozenset({"modelled"})
 
@@ -326,7 +359,7 @@ class NumberedProblems:
 
 
 class NumberRenderer:
-    """A prompt of one token: the number of the problem, which `Demands` reads."""
+    """Renderer to prompts of one token, the problem number, which `DemandBook` reads."""
 
     stop_token_ids: tuple[int, ...] = (1,)
 

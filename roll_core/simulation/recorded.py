@@ -1,4 +1,4 @@
-"""What a stored run recorded of its speed, for fitting models to it and for comparing predictions with it."""
+"""Recorded speed of a stored run: traces and timings, to fit models to and to compare predictions with."""
 
 from dataclasses import dataclass
 
@@ -12,25 +12,31 @@ from roll_core.types.trace import AttemptTrace
 
 @dataclass(frozen=True)
 class RecordedRun:
+    """Config, traces and timings of the traced iterations of a run."""
+
     config: RunConfig
     traces: tuple[list[AttemptTrace], ...]
-    """By iteration, of those that have one."""
+    """Attempts of each traced iteration."""
     timings: tuple[dict[str, float], ...]
-    """Of the same iterations, as their manifests have them."""
+    """Seconds by stage of each traced iteration, from its manifest."""
     cold: tuple[bool, ...]
-    """Whether it is the first of its leg, and not the only one: caches are cold then, and nothing was generated ahead."""
+    """True for the first traced iteration of a leg: its caches are cold and nothing was generated ahead. All False if no
+    iteration would be left."""
 
     @property
     def warm_traces(self) -> list[list[AttemptTrace]]:
+        """Traces without cold iterations."""
         return [traces for traces, cold in zip(self.traces, self.cold, strict=True) if not cold]
 
     @property
     def warm_timings(self) -> list[dict[str, float]]:
+        """Timings without cold iterations."""
         return [timings for timings, cold in zip(self.timings, self.cold, strict=True) if not cold]
 
     @property
     def seconds_per_iteration(self) -> float:
-        """With the share that every iteration has of an evaluation and a checkpoint, whenever those were."""
+        """Mean seconds of a warm iteration. Evaluations and checkpoints count with their mean seconds divided by their
+        interval, so that it does not matter which iterations had them."""
         timings = self.warm_timings
         between = sum(t["wall"] - t.get("evaluate", 0.0) - t.get("checkpoint", 0.0) for t in timings) / len(timings)
         shares = (("evaluate", self.config.evaluation.every), ("checkpoint", self.config.checkpoint.every))
@@ -38,13 +44,13 @@ class RecordedRun:
 
 
 def _mean_of(stage: str, timings: list[dict[str, float]]) -> float:
-    """Over the iterations that had it."""
+    """Mean seconds over the iterations that had the stage."""
     seconds = [timing[stage] for timing in timings if stage in timing]
     return sum(seconds) / max(1, len(seconds))
 
 
 def read_recorded(store: ObjectStore, run_id: str) -> RecordedRun:
-    """All iterations of a run that have a trace."""
+    """Read all iterations of a run that have a trace; UserError if there is none."""
     config = read_config(find_run(store, run_id, "--trace"))
     traced = [m for m in read_chain(store, run_id) if m.collected is not None]
     if not traced:

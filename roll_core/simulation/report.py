@@ -1,4 +1,4 @@
-"""What `roll simulate` prints: the machines it took, what it predicts, and what other settings would give."""
+"""Output of `roll simulate`: the machine models, the prediction, and a table of other settings."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,11 +9,13 @@ from roll_core.simulation.simulator import Candidate, MachineModels, Prediction
 from roll_core.simulation.workload import Workload
 
 LENGTHS_SHOWN = 2000
-"""Attempts that the percentiles of lengths are taken over."""
+"""Number of attempts over which the percentiles of completion lengths are taken."""
 HEADER = f"{'seconds':>9}  trainer  engines  staleness  wasted  settings"
+"""Header of the table of candidates."""
 
 
 def describe_machines(models: MachineModels, workload: Workload, origin: str) -> PlanSection:
+    """Describe the machine models and the workload; `origin` says where they come from."""
     engine, trainer = models.engine, models.trainer
     tokens = percentiles([float(workload.demand(problem, 0).num_tokens) for problem in range(LENGTHS_SHOWN)])
     grading = percentiles(models.grader.seconds)
@@ -45,6 +47,7 @@ def _cost(cost: Cost) -> str:
 
 
 def describe_prediction(prediction: Prediction, measured: float | None) -> PlanSection:
+    """Describe a prediction; `measured` is the measured seconds per iteration, if there are any."""
     seconds = f"{prediction.seconds_per_iteration:.3g} s"
     if measured is not None:
         seconds += f", measured {measured:.3g} s ({prediction.seconds_per_iteration / measured - 1:+.0%})"
@@ -64,7 +67,7 @@ def describe_prediction(prediction: Prediction, measured: float | None) -> PlanS
 
 
 def candidate_rows(candidates: Sequence[Candidate]) -> Iterator[str]:
-    """A table; the settings are what to give to --set."""
+    """Yield the rows of a table of candidates. The last column can be given to `--set`."""
     yield HEADER
     for candidate in candidates:
         prediction = candidate.prediction

@@ -1,6 +1,5 @@
-"""How fast a config would run, before it does: the real rollout scheduler, in virtual time, between modelled engines and
-graders and a modelled trainer. The prediction contains the policy of the scheduler because it is the scheduler.
-"""
+"""Simulator: predicts how fast a config would run. It runs the real rollout scheduler in virtual time, with modelled
+engines, graders and trainer, so the scheduling policy in the prediction is the real one. `roll simulate` uses it."""
 
 import asyncio
 import contextlib
@@ -10,7 +9,7 @@ from datetime import UTC, datetime
 from itertools import product
 from math import ceil
 
-from roll_core.config.load import changed_config
+from roll_core.config.load import override_config
 from roll_core.config.rollout import GroupFilter
 from roll_core.config.run import RunConfig
 from roll_core.errors import UserError
@@ -19,7 +18,7 @@ from roll_core.reporting.stage_log import Edge, StageEvent
 from roll_core.rollout.scheduler import RolloutScheduler
 from roll_core.simulation.machines import (
     USEFUL,
-    Demands,
+    DemandBook,
     EngineModel,
     GraderModel,
     NumberedProblems,
@@ -34,17 +33,18 @@ from roll_core.types.manifest import CollectRequest
 from roll_core.types.trace import AttemptTrace, Fate
 
 DEADLINE_S = 1e9
-"""Virtual seconds are free; a collect that lasts longer waits for something that does not come."""
+"""Virtual seconds after which a collect is taken to be stuck; virtual time costs nothing."""
 ASYNC_RATIOS = (0, 1, 2, 4)
+"""Values of `rollout.async_ratio` that `recommend` tries."""
 REDUNDANCIES = (0.0, 0.1, 0.25)
-"""Shares of rollout.num_groups."""
+"""Values of `rollout.redundant_groups` that `recommend` tries, as shares of `rollout.num_groups`."""
 TRAINER_SHARES = (1 / 4, 1 / 2, 3 / 4)
-"""Of the devices, where trainer and engines have devices of their own."""
+"""Shares of the devices that `recommend` gives to the trainer, if trainer and engines do not share devices."""
 
 
 @dataclass(frozen=True)
 class MachineModels:
-    """All that a simulation knows of the machines."""
+    """Speed models of the machines of a simulation."""
 
     engine: EngineModel
     grader: GraderModel
@@ -53,32 +53,39 @@ class MachineModels:
 
 @dataclass(frozen=True)
 class Prediction:
+    """Predicted speed of a config."""
+
     iteration_seconds: tuple[float, ...]
-    beside_seconds: tuple[float, ...]
-    """Of these, the seconds of an evaluation and a checkpoint, in the iterations that have them."""
-    beside_share: float
-    """Of an evaluation and a checkpoint, for every iteration."""
+    """Virtual seconds of each iteration."""
+    periodic_seconds: tuple[float, ...]
+    """Seconds of evaluation and checkpoint within each iteration; 0 where neither was due."""
+    mean_periodic_seconds: float
+    """Seconds of evaluation and checkpoint per iteration, averaged over their intervals."""
     trainer_busy: float
     """Share of time in which the trainer computes."""
     engines_busy: float
-    """Share of time with at least one attempt running, mean of the engines."""
+    """Share of time in which an engine runs at least one attempt, mean over engines."""
     mean_running: float
-    """Attempts at once, per engine."""
+    """Mean number of running attempts per engine."""
     staleness_mean: float
-    """Of the oldest tokens of attempts that were trained on, in weights versions."""
+    """Mean age of the oldest token of each trained attempt, in weights versions."""
     staleness_max: int
     wasted_share: float
-    """Of the tokens generated: those nobody trained on."""
+    """Share of generated tokens that were not trained on."""
     stages: tuple[StageEvent, ...] = field(repr=False)
     traces: tuple[AttemptTrace, ...] = field(repr=False)
 
     @property
     def seconds_per_iteration(self) -> float:
-        """Mean, without the first iteration if there are more: there, nothing was generated ahead yet. Each has its share of
-        an evaluation and a checkpoint, so that a few say what many would take."""
-        between = [seconds - beside for seconds, beside in zip(self.iteration_seconds, self.beside_seconds, strict=True)]
+        """Mean seconds per iteration. The first is left out if there are more, because nothing was generated ahead of it.
+
+        Evaluations and checkpoints count with their average per iteration, so that a short simulation predicts a long run.
+        """
+        between = [
+            seconds - periodic for seconds, periodic in zip(self.iteration_seconds, self.periodic_seconds, strict=True)
+        ]
         counted = between[1:] or between
-        return sum(counted) / len(counted) + self.beside_share
+        return sum(counted) / len(counted) + self.mean_periodic_seconds
 
     @property
     def bubble(self) -> float:
@@ -87,22 +94,24 @@ class Prediction:
 
 
 def simulate(config: RunConfig, models: MachineModels, workload: Workload, num_iterations: int) -> Prediction:
-    """So many iterations of a config. Numbers of engines, slots, graders and devices are the config's."""
+    """Simulate `num_iterations` iterations. The config gives the numbers of engines, slots, graders and devices."""
     return run_in_virtual_time(_Simulation(config, models, workload).run(num_iterations))
 
 
 class _Simulation:
+    """One simulated leg."""
+
     def __init__(self, config: RunConfig, models: MachineModels, workload: Workload):
         self._config = config
         self._models = models
         self._workload = workload
         self._stages: list[StageEvent] = []
-        self._beside: list[float] = []
+        self._periodic: list[float] = []
         self._traces: list[list[AttemptTrace]] = []
 
     async def run(self, num_iterations: int) -> Prediction:
         config, placement = self._config, self._config.placement
-        demands = Demands(self._workload)
+        demands = DemandBook(self._workload)
         engines = [
             SimulatedEngine(f"engine {number}", self._models.engine, config.rollout.slots_per_engine, demands)
             for number in range(len(config.engine_devices))
@@ -132,7 +141,7 @@ class _Simulation:
     async def _iterate(
         self, scheduler: RolloutScheduler, engines: Sequence[SimulatedEngine], iteration: int, first_problem: int
     ) -> int:
-        """Collect, prepare, update, publish and what follows; the next iteration's first problem."""
+        """Simulate one iteration from collect to commit; return the first problem of the next one."""
         config, trainer = self._config, self._models.trainer
         sharing = [
             engine.name
@@ -148,42 +157,43 @@ class _Simulation:
         )
         with self._stage(f"collect {iteration}"):
             rollout = await scheduler.collect(request, DEADLINE_S)
-        self._traces.append(_by_this_clock(rollout.trace))
+        self._traces.append(_in_loop_time(rollout.trace))
         num_tokens = sum(trace.num_tokens for trace in rollout.trace if trace.fate is Fate.TRAINED)
         share = trainer.num_devices / len(config.placement.trainer)
         if sharing:
             await scheduler.pause(sharing)
         with self._stage(f"prepare {iteration}"):
-            await asyncio.sleep(trainer.prepare.of(num_tokens) * share)
+            await asyncio.sleep(trainer.prepare.seconds_for(num_tokens) * share)
         with self._stage(f"update {iteration}"):
-            await asyncio.sleep(trainer.update.of(num_tokens) * share)
+            await asyncio.sleep(trainer.update.seconds_for(num_tokens) * share)
         with self._stage(f"publish {iteration}"):
             adoptions = (engine.adopt(iteration, config.rollout.in_flight, trainer.publish_seconds) for engine in engines)
             await asyncio.gather(*adoptions)
             if sharing:
                 scheduler.resume(sharing)
             scheduler.adopted(iteration)
-        beside = 0.0
+        periodic = 0.0
         for stage, every, lasts in (
             ("evaluate", config.evaluation.every, trainer.evaluate_seconds),
             ("checkpoint", config.checkpoint.every, trainer.checkpoint_seconds),
         ):
             if iteration % every == 0 and lasts:
-                beside += lasts
+                periodic += lasts
                 with self._stage(f"{stage} {iteration}"):
                     await asyncio.sleep(lasts)
-        self._beside.append(beside)
+        self._periodic.append(periodic)
         with self._stage(f"commit {iteration}"):
             await asyncio.sleep(trainer.other_seconds)
         return rollout.draws.next
 
     @contextlib.contextmanager
     def _stage(self, name: str) -> Iterator[None]:
-        self._note(name, Edge.BEGIN)
+        """Context manager that records the begin and end of a stage."""
+        self._record(name, Edge.BEGIN)
         yield
-        self._note(name, Edge.END)
+        self._record(name, Edge.END)
 
-    def _note(self, name: str, edge: Edge) -> None:
+    def _record(self, name: str, edge: Edge) -> None:
         self._stages.append(StageEvent(name=name, edge=edge, at=datetime.fromtimestamp(_now(), UTC)))
 
     def _prediction(self, seconds: Sequence[float], engines: Sequence[SimulatedEngine]) -> Prediction:
@@ -202,8 +212,8 @@ class _Simulation:
         shares = (trainer.evaluate_seconds / config.evaluation.every, trainer.checkpoint_seconds / config.checkpoint.every)
         return Prediction(
             iteration_seconds=tuple(seconds),
-            beside_seconds=tuple(self._beside),
-            beside_share=sum(shares),
+            periodic_seconds=tuple(self._periodic),
+            mean_periodic_seconds=sum(shares),
             trainer_busy=training / total,
             engines_busy=sum(engine.busy_seconds for engine in engines) / total / len(engines),
             mean_running=sum(engine.running_seconds for engine in engines) / total / len(engines),
@@ -220,15 +230,15 @@ def _now() -> float:
 
 
 def _with_modelled_filter(config: RunConfig) -> RunConfig:
-    """A filter that leaves out what the workload says would be left out: rewards are not modelled beyond that."""
+    """Replace the filter of a config by one that drops the groups the workload calls useless; rewards are not modelled."""
     if config.rollout.filter is None:
         return config
     rollout = config.rollout.model_copy(update={"filter": GroupFilter(min_mean=USEFUL)})
     return config.model_copy(update={"rollout": rollout})
 
 
-def _by_this_clock(traces: Sequence[AttemptTrace]) -> list[AttemptTrace]:
-    """Traces say seconds since the epoch, the simulation since its beginning; consumed is what is consumed now."""
+def _in_loop_time(traces: Sequence[AttemptTrace]) -> list[AttemptTrace]:
+    """Shift traces from seconds since 1970 to event-loop time, in which the batch is consumed now."""
     shift = _now() - traces[0].consumed_at
     if not shift:
         return list(traces)
@@ -245,21 +255,25 @@ def _by_this_clock(traces: Sequence[AttemptTrace]) -> list[AttemptTrace]:
     ]
 
 
-# -------------------------------------------------------------------------------------------------- what else one could do
+# -------------------------------------------------------------------------------------------------- other settings
 @dataclass(frozen=True)
 class Candidate:
-    """Example: Candidate(overrides=("placement.trainer=0-3", "placement.engines=4-7"), prediction=Prediction(...))"""
+    """Settings that were tried, with their prediction.
+
+    Example: Candidate(overrides=("placement.trainer=0-3", "placement.engines=4-7"), prediction=Prediction(...))
+    """
 
     overrides: tuple[str, ...]
-    """What to --set."""
+    """Arguments for `--set`."""
     prediction: Prediction
 
 
 def recommend(config: RunConfig, models: MachineModels, workload: Workload, num_iterations: int) -> list[Candidate]:
-    """Settings of a small grid that the config allows, the quickest first.
+    """Simulate a small grid of settings that the config allows; return the candidates, fastest first.
 
-    How many devices train and how many generate, where they are apart; how far to generate ahead; how much redundancy.
-    Training is taken to scale with the number of devices that train, and nothing is said of how well a staler batch teaches.
+    The grid varies the split of devices between trainer and engines (if they are apart), `rollout.async_ratio` and
+    `rollout.redundant_groups`. Training is assumed to scale with the trainer's devices. The effect of staleness on learning
+    is not modelled.
     """
     num_groups = config.rollout.num_groups
     redundancies = sorted({ceil(share * num_groups) for share in REDUNDANCIES})
@@ -267,7 +281,7 @@ def recommend(config: RunConfig, models: MachineModels, workload: Workload, num_
     for split, async_ratio, redundant_groups in product(_splits(config), ASYNC_RATIOS, redundancies):
         settings = (f"rollout.async_ratio={async_ratio}", f"rollout.redundant_groups={redundant_groups}")
         try:
-            changed = changed_config(config, (*split, *settings), config.name)
+            changed = override_config(config, (*split, *settings), config.name)
         except UserError:
             continue  # the config does not allow this combination
         candidates.append(Candidate((*split, *settings), simulate(changed, models, workload, num_iterations)))
@@ -275,7 +289,7 @@ def recommend(config: RunConfig, models: MachineModels, workload: Workload, num_
 
 
 def _splits(config: RunConfig) -> list[tuple[str, ...]]:
-    """Devices for the trainer, the rest for engines; as they are where both share them."""
+    """Overrides for each split of the devices between trainer and engines; one empty override if they share devices."""
     if config.placement.colocated:
         return [()]
     total = config.cluster.num_devices
@@ -289,4 +303,5 @@ def _splits(config: RunConfig) -> list[tuple[str, ...]]:
 
 
 def _devices(first: int, after: int) -> str:
+    """Device range in config syntax: "2-5" or "[2]"."""
     return f"{first}-{after - 1}" if after - first > 1 else f"[{first}]"

@@ -1,6 +1,7 @@
-"""What attempts ask of engines: how many tokens, for which problem. As a run recorded it, or as distributions say.
+"""Workloads of a simulation: how many tokens each attempt needs, recorded from a run or sampled from distributions.
 
-A demand depends on the problem and the number of the attempt alone, so that simulations of different settings face the same.
+A demand depends only on the problem and the number of the attempt, so that simulations of different settings face the same
+workload.
 """
 
 import bisect
@@ -15,64 +16,81 @@ from roll_core.types.trace import AttemptTrace, Fate
 
 @dataclass(frozen=True)
 class Demand:
-    """Example: Demand(num_tokens=812)"""
+    """Work that one attempt asks of an engine.
+
+    Example: Demand(num_tokens=812)
+    """
 
     num_tokens: int
+    """Length of the completion in tokens."""
     waiting_seconds: float = 0.0
-    """With an engine and not generating: the environment of an agent."""
+    """Seconds in a slot without generating: an agent's environment."""
 
 
 class Workload(Protocol):
+    """Demand of every attempt and usefulness of every group."""
+
     def demand(self, problem: int, number: int) -> Demand:
-        """Of an attempt at a problem, numbered from 0."""
+        """Return the demand of an attempt at a problem; attempts are numbered from 0."""
         ...
 
     def is_useful(self, problem: int) -> bool:
-        """Whether the problem's group would pass rollout.filter."""
+        """True if the problem's group would pass `rollout.filter`."""
         ...
 
 
 @dataclass(frozen=True)
 class SampledWorkload:
-    """Lognormal lengths. Example: SampledWorkload(median_tokens=400, sigma=0.9, most_tokens=6144)"""
+    """Workload with lognormal completion lengths.
+
+    Example: SampledWorkload(median_tokens=400, sigma=0.9, max_tokens=6144)
+    """
 
     median_tokens: float
     sigma: float
-    """Standard deviation of the logarithm of lengths; 0 makes all the same."""
-    most_tokens: int
+    """Standard deviation of the logarithm of lengths; 0 makes all lengths equal."""
+    max_tokens: int
+    """Limit of completion lengths."""
     useful_share: float = 1.0
+    """Share of groups that pass `rollout.filter`."""
     num_waits: int = 0
-    """Times an attempt waits for its environment, each for a time that is lognormal as well."""
+    """Number of waits of an attempt for its environment; each wait is lognormal."""
     median_wait_seconds: float = 0.0
     wait_sigma: float = 0.0
+    """Standard deviation of the logarithm of waits."""
     seed: int = 0
 
     def demand(self, problem: int, number: int) -> Demand:
-        chance = random.Random(f"{self.seed}/{problem}/{number}")
-        tokens = round(_lognormal(chance, self.median_tokens, self.sigma))
-        waits = (_lognormal(chance, self.median_wait_seconds, self.wait_sigma) for _ in range(self.num_waits))
-        return Demand(max(1, min(self.most_tokens, tokens)), math.fsum(waits))
+        rng = random.Random(f"{self.seed}/{problem}/{number}")
+        tokens = round(_lognormal(rng, self.median_tokens, self.sigma))
+        waits = (_lognormal(rng, self.median_wait_seconds, self.wait_sigma) for _ in range(self.num_waits))
+        return Demand(max(1, min(self.max_tokens, tokens)), math.fsum(waits))
 
     def is_useful(self, problem: int) -> bool:
         return random.Random(f"{self.seed}/{problem}").random() < self.useful_share
 
 
-def _lognormal(chance: random.Random, median: float, sigma: float) -> float:
-    return median * math.exp(sigma * chance.gauss(0.0, 1.0))
+def _lognormal(rng: random.Random, median: float, sigma: float) -> float:
+    return median * math.exp(sigma * rng.gauss(0.0, 1.0))
 
 
 @dataclass(frozen=True)
 class RecordedGroup:
-    """Example: RecordedGroup(lengths=(96, 112, 640, 88), useful=True)"""
+    """Completion lengths of one recorded group.
+
+    Example: RecordedGroup(lengths=(96, 112, 640, 88), useful=True)
+    """
 
     lengths: tuple[int, ...]
+    """Length of each attempt in tokens."""
     useful: bool
+    """False if the group was filtered out."""
 
 
 @dataclass(frozen=True)
 class RecordedWorkload:
-    """Groups of a run in their order; beyond those, groups of it at random, each as it was: long attempts come together, and
-    none loses its longest."""
+    """Workload of a recorded run: its groups in order, then whole groups drawn from it at random. Drawing whole groups
+    preserves how lengths cluster within a group, and the longest attempt of each."""
 
     groups: tuple[RecordedGroup, ...]
     seed: int = 0
@@ -91,8 +109,11 @@ class RecordedWorkload:
 
 
 def recorded_workload(traces: Iterable[AttemptTrace], seed: int = 0) -> RecordedWorkload:
-    """What a run's attempts were like. An aborted one would have become longer than it is: it gets the length of one that
-    did become longer. Without that, a run with redundancy, which aborts the long ones, would look quicker than it is."""
+    """Build the workload of a recorded run.
+
+    An aborted attempt would have become longer than it is, so it gets the length of a random longer attempt. Otherwise a run
+    with redundancy, which aborts the long attempts, would look faster than it is.
+    """
     begun = [trace for trace in traces if trace.num_tokens]
     ended = [trace for trace in begun if trace.fate is not Fate.ABORTED or trace.grading_at is not None]
     cut_short = [trace for trace in begun if trace.fate is Fate.ABORTED and trace.grading_at is None]
@@ -100,10 +121,10 @@ def recorded_workload(traces: Iterable[AttemptTrace], seed: int = 0) -> Recorded
     lengths_of: dict[int, list[int]] = {}
     for trace in ended:
         lengths_of.setdefault(trace.problem, []).append(trace.num_tokens)
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     for trace in sorted(cut_short, key=lambda trace: trace.num_tokens, reverse=True):
         longer = lengths[bisect.bisect(lengths, trace.num_tokens) :]
-        length = chance.choice(longer or [trace.num_tokens])
+        length = rng.choice(longer or [trace.num_tokens])
         bisect.insort(lengths, length)
         lengths_of.setdefault(trace.problem, []).append(length)
     useless = {trace.problem for trace in begun if trace.fate is Fate.FILTERED}

@@ -1,12 +1,14 @@
-"""The one door to stored bytes: put by digest, create once, read verified. A folder and a bucket behave the same.
+"""`ObjectStore`, the only interface to stored bytes: content-addressed put, conditional create, verified reads.
+
+Used by every process of a run. A folder and an S3 bucket behave alike; `store/media` implements both.
 
 Layout under the store's address:
     objects/9f/86d081...            artifacts, named by the digest of their bytes, shared by all runs
-    runs/quickstart-3/config.json   what the run is
-    runs/quickstart-3/iterations/   one manifest an iteration
-    runs/quickstart-3/checkpoints/  one record a checkpoint
-    runs/quickstart-3/exports/      one record a Hugging Face folder
-    runs/quickstart-3/weights/      one record a version that engines read from here
+    runs/quickstart-3/config.json   the resolved config of the run
+    runs/quickstart-3/iterations/   one manifest per iteration
+    runs/quickstart-3/checkpoints/  one record per checkpoint
+    runs/quickstart-3/exports/      one record per exported Hugging Face folder
+    runs/quickstart-3/weights/      one record per weights version that engines read from the store
 """
 
 import hashlib
@@ -17,19 +19,21 @@ from pathlib import Path
 
 from roll_core.config.operations.services import RETRY_SECONDS
 from roll_core.errors import ArtifactDamaged, StoreRefused, StoreUnavailable, UserError
-from roll_core.host import replacing
+from roll_core.host import atomic_replace
 from roll_core.store.media.folder import FolderMedium
-from roll_core.store.media.medium import PART_SIZE, AlreadyExists, ListedObject, Medium, in_order, part_size
+from roll_core.store.media.medium import PART_SIZE, AlreadyExists, ListedObject, Medium, map_in_order, part_size
 from roll_core.store.media.memory import MemoryMedium
 from roll_core.types.refs import ArtifactKind, ArtifactRef, digest_of
 
 FILES_IN_FLIGHT = 4
+"""Files that `put_files` and `get_files` transfer at once."""
 PROBE_SECONDS = 15.0
-"""Before a run starts, a store that does not answer is more likely a wrong address than an outage."""
+"""Longest time that `check_writable` retries. Short, because before a run starts a silent store is more likely a wrong
+address than an outage."""
 
 
 class ObjectStore:
-    """Objects under one address. It can be used from several threads, after a fork, and sent to another process.
+    """Store of objects under one address. Thread-safe, fork-safe and picklable.
 
     Example: store = ObjectStore("file:///tmp/roll"); ref = store.put(b"...", ArtifactKind.TRAJECTORIES); store.get(ref)
     """
@@ -43,74 +47,76 @@ class ObjectStore:
         return ObjectStore, (self.uri, self._retry_seconds)
 
     def put(self, data: bytes, kind: ArtifactKind) -> ArtifactRef:
-        """Store bytes under their digest, whatever is there under that name.
+        """Store bytes under their digest and return the ref. An object with that name is overwritten, for three reasons.
 
-        Bytes that are there already are written again: that repairs them if they were damaged, makes them as young as the
-        run that needs them (so that nobody collects them as garbage before its manifest names them), and spares the usual
-        case, new bytes, a question.
+        Rewriting repairs a damaged object. It restarts the object's age, so that garbage collection keeps it until a
+        manifest of this run names it. The usual case, new bytes, needs no extra request to ask whether the object exists.
         """
         ref = ArtifactRef(kind=kind, digest=digest_of(data), size=len(data))
-        self._medium.write(object_name(ref), _cut(data), ref.size)
+        self._medium.write(object_name(ref), _split(data), ref.size)
         return ref
 
     def put_file(self, path: Path, kind: ArtifactKind) -> ArtifactRef:
-        """Store a file's bytes under their digest, holding a few parts of it in memory. It must not change meanwhile."""
+        """Store a file under its digest, with only a few parts in memory. The file must not change until this returns."""
         if path.stat().st_size <= PART_SIZE:
             return self.put(path.read_bytes(), kind)
         with open(path, "rb") as file:
             ref = ArtifactRef(kind=kind, digest=hashlib.file_digest(file, "sha256").hexdigest(), size=file.tell())
-        self._medium.write(object_name(ref), _parts_of(path, ref), ref.size)
+        self._medium.write(object_name(ref), _file_parts(path, ref), ref.size)
         return ref
 
     def put_files(self, paths: Iterable[Path], kind: ArtifactKind) -> list[ArtifactRef]:
-        """`put_file` for several, a few at a time."""
-        return list(in_order(partial(self.put_file, kind=kind), paths, FILES_IN_FLIGHT))
+        """Store several files under their digests, `FILES_IN_FLIGHT` at once; refs are in the order of `paths`."""
+        return list(map_in_order(partial(self.put_file, kind=kind), paths, FILES_IN_FLIGHT))
 
     def get(self, ref: ArtifactRef) -> bytes:
-        """The bytes a ref names, verified; damaged or missing bytes are reported by name and never returned."""
+        """Read the bytes that a ref names, verified. Raises ArtifactDamaged if they are damaged or missing."""
         return b"".join(self._verified_parts(ref))
 
-    def make_young(self, ref: ArtifactRef) -> None:
-        """Write an artifact again, verified, as if it had been put now."""
+    def touch(self, ref: ArtifactRef) -> None:
+        """Restart an artifact's age, which garbage collection goes by: read it, verify it and write it again."""
         self.put(self.get(ref), ref.kind)
 
     def get_file(self, ref: ArtifactRef, path: Path) -> None:
-        """Lay the bytes a ref names down as a file, which appears when all of them are there and verified."""
+        """Write the bytes that a ref names to a file. The file appears only once all bytes are verified."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
+        with atomic_replace(path) as file:
             file.writelines(self._verified_parts(ref))
 
     def get_files(self, wanted: Iterable[tuple[ArtifactRef, Path]]) -> None:
-        """`get_file` for several, a few at a time."""
-        for _ in in_order(lambda pair: self.get_file(*pair), wanted, FILES_IN_FLIGHT):
+        """Write several artifacts to files, `FILES_IN_FLIGHT` at once."""
+        for _ in map_in_order(lambda pair: self.get_file(*pair), wanted, FILES_IN_FLIGHT):
             pass
 
     def create(self, name: str, data: bytes) -> None:
-        """Write an object that must not exist yet: of several writers exactly one succeeds, the others get AlreadyExists."""
+        """Create an object that must not exist yet. One of several writers succeeds, the others get AlreadyExists."""
         self._medium.create(name, data)
 
     def read(self, name: str) -> bytes:
-        """The bytes of an object by its name, not verified; FileNotFoundError if it is not there."""
+        """Read an object by its name, unverified. Raises FileNotFoundError if it does not exist."""
         return self._medium.read(name)
 
     def list(self, folder: str) -> Iterator[str]:
-        """Names directly in a folder, sorted; none if there is no such folder."""
+        """List the names directly in a folder, sorted; nothing if the folder does not exist."""
         yield from sorted(self._medium.list(folder))
 
     def list_below(self, folder: str) -> Iterator[ListedObject]:
-        """Every object below a folder, with its size and its age by the store's own clock."""
+        """List every object below a folder at any depth, with its size and its age by the store's own clock."""
         return self._medium.list_below(folder)
 
     def delete(self, name: str) -> None:
-        """Remove an object; nothing happens if it is not there."""
+        """Delete an object. Idempotent: a missing object is not an error."""
         self._medium.delete(name)
 
     def remove_unfinished(self, older_than_seconds: float) -> int:
-        """Remove what writers left that were killed that long ago; nobody could see it. Says how many there were."""
+        """Remove partial writes of that age, left by killed writers and invisible to readers; returns their number."""
         return self._medium.remove_unfinished(older_than_seconds)
 
     def check_writable(self) -> None:
-        """Fail now, naming the key, rather than after the first iteration."""
+        """Raise UserError, naming `store.uri`, if the store cannot be written to or ignores conditional creates.
+
+        Called before a run starts, so that a wrong address does not show only after the first iteration.
+        """
         medium = _open_medium(self.uri, min(self._retry_seconds, PROBE_SECONDS))
         name = f".probe-{uuid.uuid4().hex}"
         try:
@@ -130,7 +136,7 @@ class ObjectStore:
         )
 
     def _verified_parts(self, ref: ArtifactRef) -> Iterator[bytes]:
-        """All bytes of an object in order; the end is reached only if they are the right ones."""
+        """Yield all bytes of an object in order, then raise ArtifactDamaged if their digest is wrong."""
         name, digest, size = object_name(ref), hashlib.sha256(), 0
         try:
             for part in self._medium.read_parts(name, ref.size):
@@ -144,11 +150,12 @@ class ObjectStore:
 
 
 def object_name(ref: ArtifactRef) -> str:
-    """Example: objects/9f/86d081..."""
+    """Name of an artifact's object in the store. Example: objects/9f/86d081..."""
     return f"objects/{ref.digest[:2]}/{ref.digest[2:]}"
 
 
 def _open_medium(uri: str, retry_seconds: float) -> Medium:
+    """Open the medium that the scheme of `uri` names; an address without a scheme is a folder."""
     match uri.partition("://"):
         case ["file", "://", _] | [_, "", ""]:
             return FolderMedium(uri)
@@ -161,7 +168,7 @@ def _open_medium(uri: str, retry_seconds: float) -> Medium:
 
 
 def _open_bucket(uri: str, retry_seconds: float) -> Medium:
-    """Imported here because it takes half a second, which runs in a folder need not wait for."""
+    """Open an S3 bucket. The import is here because it takes half a second, which runs in a folder need not pay."""
     try:
         from roll_core.store.media.s3 import S3Medium
     except ImportError as error:
@@ -172,7 +179,8 @@ def _open_bucket(uri: str, retry_seconds: float) -> Medium:
     return S3Medium(uri, retry_seconds)
 
 
-def _cut(data: bytes) -> Iterator[bytes]:
+def _split(data: bytes) -> Iterator[bytes]:
+    """Yield bytes in parts of `part_size`."""
     step = part_size(len(data))
     if len(data) <= step:
         yield data
@@ -181,8 +189,8 @@ def _cut(data: bytes) -> Iterator[bytes]:
         yield data[start : start + step]
 
 
-def _parts_of(path: Path, ref: ArtifactRef) -> Iterator[bytes]:
-    """A file's bytes; the end is reached only if they are still those of the ref."""
+def _file_parts(path: Path, ref: ArtifactRef) -> Iterator[bytes]:
+    """Yield a file in parts, then raise ArtifactDamaged if its bytes are no longer those of the ref."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while part := file.read(part_size(ref.size)):

@@ -1,1 +1,1 @@
-"""MLflow tracking that can neither block nor kill a run: training appends to a spool, another process uploads it."""
+"""MLflow tracking that never blocks or kills a run: the leg appends to a spool, and a separate process uploads it."""

@@ -1,6 +1,7 @@
-"""Runs that were accepted, in MLflow: each carries what was measured of it as metrics and tags, and the verdict.
+"""Baselines of the nightly alarm: reference runs in MLflow, with their measured quantities and verdict as metrics and tags.
 
-Used by `tasks/nightly.py`, inside its tasks: importing this module imports MLflow. A SQLite file and a server are the same.
+Used by `tasks/nightly.py`, which imports this module inside its tasks because it imports MLflow. The tracking address may be
+a SQLite file or a server.
 """
 
 import contextlib
@@ -14,44 +15,47 @@ from mlflow.exceptions import MlflowException
 
 from roll_core.config.operations.services import TrackingConfig
 from roll_core.errors import RollError, UserError
-from roll_core.tracking.mlflow_run import RUN_ID_TAG, find_or_create_experiment, find_run, prepare_sqlite_folder
+from roll_core.tracking.mlflow_run import RUN_ID_TAG, find_mlflow_run, find_or_create_experiment, prepare_sqlite_folder
 from roll_core.tracking.tracker import MACHINE_TAG, VERSIONS_TAG
 from roll_core.types.refs import RunRef
-from roll_core.types.regression import Measured, Origin, Verdict, settings_of
+from roll_core.types.regression import Measured, Origin, Verdict, learning_settings
 
 _PREFIX = "nightly/"
 _REFERENCE, _VERDICT, _REASONS = "roll.nightly.reference", "roll.nightly.verdict", "roll.nightly.reasons"
 _CODE, _WEIGHTS, _ERA = "roll.nightly.code", "roll.nightly.weights", "roll.nightly.era"
+"""MLflow tags. `_ERA` marks a run that `restart_from` accepted: older runs are no baselines."""
 _ACCEPTED, _REJECTED, _BEGINS = "accepted", "rejected", "begins"
 _MAX_TAG_CHARACTERS = 5000
+"""Longest tag value that MLflow stores."""
 _PAGE = 200
+"""Runs per search request."""
 
 
 class Baselines:
-    """Of the references that log to one experiment."""
+    """Baselines of all reference runs that log to one MLflow experiment."""
 
     def __init__(self, tracking: TrackingConfig):
         self._uri = tracking.uri
-        with self._asking():
+        with self._reporting_errors():
             artifact_location = prepare_sqlite_folder(tracking.uri)
             self._client = MlflowClient(tracking_uri=tracking.uri)
             self._experiment_id = find_or_create_experiment(self._client, tracking.experiment, artifact_location)
 
     def accepted(self, reference: str) -> list[Measured]:
-        """The oldest first, from the newest run on that somebody began anew with."""
-        with self._asking():
+        """Accepted runs of a reference, oldest first, starting with the newest one passed to `restart_from`."""
+        with self._reporting_errors():
             newest_first = list(self._search(reference, _ACCEPTED))
         since = list(takewhile(lambda run: _ERA not in run.data.tags, newest_first))
         return [_measured(run) for run in reversed(newest_first[: len(since) + 1])]
 
     def origin(self, run: RunRef, code: str) -> Origin:
-        """Where a run's last leg ran."""
-        tags = self._tracked(run).data.tags
+        """Machine and library versions of a run's last leg, from its MLflow tags, with the given code version."""
+        tags = self._find_mlflow_run(run).data.tags
         return Origin(machine=tags.get(MACHINE_TAG, ""), versions=tags.get(VERSIONS_TAG, ""), code=code)
 
-    def note(self, run: RunRef, measured: Measured, verdict: Verdict, page: str, at: datetime) -> None:
-        """Write on a run what was measured and found. The verdict goes last: without it a run is no baseline."""
-        mlflow_id, timestamp = self._tracked(run).info.run_id, int(at.timestamp() * 1000)
+    def record(self, run: RunRef, measured: Measured, verdict: Verdict, page: str, at: datetime) -> None:
+        """Write measurements, page and verdict to the MLflow run. The verdict is last: a run without it is no baseline."""
+        mlflow_id, timestamp = self._find_mlflow_run(run).info.run_id, int(at.timestamp() * 1000)
         metrics = [Metric(_PREFIX + name, value, timestamp, 0) for name, value in measured.quantities.items()]
         tags = {
             _REFERENCE: measured.reference,
@@ -59,22 +63,22 @@ class Baselines:
             _WEIGHTS: " ".join(measured.weights),
             _REASONS: "; ".join(verdict.reasons)[:_MAX_TAG_CHARACTERS] or "none",
         }
-        with self._asking():
+        with self._reporting_errors():
             self._client.log_batch(mlflow_id, metrics=metrics, tags=[RunTag(key, value) for key, value in tags.items()])
             self._client.log_text(mlflow_id, page, "nightly.md")
             self._client.set_tag(mlflow_id, _VERDICT, _REJECTED if verdict.is_regression else _ACCEPTED)
 
-    def begin_anew(self, run: RunRef) -> None:
-        """Accept a run after all, and compare later ones with it and with what follows it, not with what was before."""
-        tracked = self._tracked(run)
+    def restart_from(self, run: RunRef) -> None:
+        """Accept a judged run, whatever its verdict, and compare later runs with it and its successors only."""
+        tracked = self._find_mlflow_run(run)
         if _VERDICT not in tracked.data.tags:
             raise UserError(f"--accept: {run.run_id} was not judged by a nightly flow: name one that was")
-        with self._asking():
+        with self._reporting_errors():
             self._client.set_tag(tracked.info.run_id, _ERA, _BEGINS)
             self._client.set_tag(tracked.info.run_id, _VERDICT, _ACCEPTED)
 
     def _search(self, reference: str, verdict: str) -> Iterator[Run]:
-        """The newest first."""
+        """Yield the MLflow runs of a reference that have this verdict, newest first."""
         condition = f"tags.`{_REFERENCE}` = '{reference}' and tags.`{_VERDICT}` = '{verdict}'"
         token = None
         while True:
@@ -90,9 +94,10 @@ class Baselines:
             if not token:
                 return
 
-    def _tracked(self, run: RunRef) -> Run:
-        with self._asking():
-            found = find_run(self._client, self._experiment_id, run.run_id, run.store_uri)
+    def _find_mlflow_run(self, run: RunRef) -> Run:
+        """Find the MLflow run of a run. Raises RollError if it was never uploaded."""
+        with self._reporting_errors():
+            found = find_mlflow_run(self._client, self._experiment_id, run.run_id, run.store_uri)
         if found is None:
             raise RollError(
                 f"tracking: {run.run_id} has not arrived at MLflow ({self._uri}), so it cannot be judged: "
@@ -101,7 +106,8 @@ class Baselines:
         return found
 
     @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
+    def _reporting_errors(self) -> Iterator[None]:
+        """Turn errors of MLflow into a RollError that names `tracking.uri`."""
         try:
             yield
         except (MlflowException, OSError) as error:
@@ -110,13 +116,14 @@ class Baselines:
 
 
 def _measured(run: Run) -> Measured:
+    """Read back from an MLflow run what `Baselines.record` wrote."""
     tags = run.data.tags
     metrics = {name: value for name, value in run.data.metrics.items() if name.startswith(_PREFIX)}
     return Measured(
         reference=tags[_REFERENCE],
         run_id=tags[RUN_ID_TAG],
         quantities={name.removeprefix(_PREFIX): value for name, value in metrics.items()},
-        settings=settings_of(run.data.params),
+        settings=learning_settings(run.data.params),
         origin=Origin(machine=tags.get(MACHINE_TAG, ""), versions=tags.get(VERSIONS_TAG, ""), code=tags[_CODE]),
         weights=tuple(tags[_WEIGHTS].split()),
     )

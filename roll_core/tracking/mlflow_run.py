@@ -1,7 +1,7 @@
-"""The MLflow run that a spool belongs to: found again or created, then fed events.
+"""MLflow run that a spool belongs to: found or created, then fed events.
 
-Used by the uploader alone: importing this module imports MLflow, which takes seconds. Every call may raise whatever
-MLflow raises while its server is away; sending the same events again later is harmless.
+Used by the uploader and the baselines only, because importing this module imports MLflow, which takes seconds. Every call
+may raise any exception of MLflow while its server is down. Sending an event is idempotent: it can be repeated later.
 """
 
 import logging
@@ -23,15 +23,15 @@ STORE_TAG = "roll.store"
 _RUNNING = "RUNNING"
 
 _MAX_METRICS = 1000
-"""What MLflow's log-batch endpoint takes in one call."""
+"""Most metrics in one call of MLflow's log-batch endpoint."""
 _MAX_PARAMS_OR_TAGS = 100
-"""The same endpoint's limit for params, and for tags."""
+"""Most params, and most tags, in one call of MLflow's log-batch endpoint."""
 
 _Entity = TypeVar("_Entity", Metric, Param, RunTag)
 
 
 class MlflowRun:
-    """One MLflow run, marked as running from the moment it is opened."""
+    """MLflow run of a destination. Opening it finds or creates the run and marks it as running."""
 
     def __init__(self, destination: Destination):
         artifact_location = prepare_sqlite_folder(destination.tracking_uri)
@@ -40,6 +40,7 @@ class MlflowRun:
         self.run_id = _resume_or_create_run(self._client, experiment_id, destination)
 
     def log_metrics(self, events: Sequence[MetricsLogged]) -> None:
+        """Send metrics, with the event's iteration as step and its timestamp."""
         metrics = [
             Metric(name, value, event.timestamp_ms, event.iteration)
             for event in events
@@ -49,6 +50,7 @@ class MlflowRun:
             _send(metrics[first : first + _MAX_METRICS], self._send_metrics)
 
     def log_params(self, params: dict[str, str]) -> None:
+        """Send params. MLflow refuses to change the value of a param: then the first value stays."""
         entities = [Param(key, value) for key, value in params.items()]
         for first in range(0, len(entities), _MAX_PARAMS_OR_TAGS):
             _send(entities[first : first + _MAX_PARAMS_OR_TAGS], self._send_params)
@@ -59,7 +61,7 @@ class MlflowRun:
             _send(entities[first : first + _MAX_PARAMS_OR_TAGS], self._send_tags)
 
     def log_artifact(self, name: str, path: Path) -> None:
-        """Upload a file, whose name is the last part of `name`, into the folder that the other parts name."""
+        """Upload a file as the artifact `name`, which may contain folders. Its last part must be the file's own name."""
         folder = str(PurePosixPath(name).parent)
         try:
             self._client.log_artifact(self.run_id, str(path), None if folder == "." else folder)
@@ -69,6 +71,7 @@ class MlflowRun:
             _LOGGER.warning("MLflow refused artifact %s, which is lost: %s", name, error)
 
     def end(self, event: RunEnded) -> None:
+        """Mark the MLflow run as ended, with the event's status and time."""
         self._client.set_terminated(self.run_id, event.status.value, event.timestamp_ms)
 
     def _send_metrics(self, metrics: Sequence[Metric]) -> None:
@@ -82,9 +85,9 @@ class MlflowRun:
 
 
 def _send(entities: list[_Entity], call: Callable[[Sequence[_Entity]], None]) -> None:
-    """Send all but what MLflow refuses for good, such as a bad name or another value for a param.
+    """Send entities; drop and log those that MLflow refuses for good, such as a bad name or a changed param.
 
-    MLflow refuses a call as a whole, so halving finds the culprit without losing its neighbours.
+    MLflow refuses a call as a whole. Bisection finds the refused entity without losing the others.
     """
     try:
         call(entities)
@@ -100,12 +103,12 @@ def _send(entities: list[_Entity], call: Callable[[Sequence[_Entity]], None]) ->
 
 
 def _is_refusal(error: MlflowException) -> bool:
-    """Whether trying again would be in vain. Other codes also stand for a database or a proxy that is unwell."""
+    """True if MLflow refused the content, so that a retry is useless. Other codes may mean a failing database or proxy."""
     return bool(error.error_code == "INVALID_PARAMETER_VALUE")
 
 
 def prepare_sqlite_folder(tracking_uri: str) -> str | None:
-    """Make the folder of a SQLite database; answers where artifacts go: beside it. A server decides for itself."""
+    """Create the folder of a SQLite database; returns the artifact location beside it. None for a server."""
     if not tracking_uri.startswith(_SQLITE):
         return None
     folder = Path(tracking_uri.removeprefix(_SQLITE)).parent
@@ -114,6 +117,7 @@ def prepare_sqlite_folder(tracking_uri: str) -> str | None:
 
 
 def find_or_create_experiment(client: MlflowClient, name: str, artifact_location: str | None) -> str:
+    """Return the id of an experiment, created if missing."""
     experiment = client.get_experiment_by_name(name)
     if experiment is not None:
         return str(experiment.experiment_id)
@@ -121,8 +125,8 @@ def find_or_create_experiment(client: MlflowClient, name: str, artifact_location
 
 
 def _resume_or_create_run(client: MlflowClient, experiment_id: str, destination: Destination) -> str:
-    """Every leg of a run feeds the same MLflow run."""
-    run = find_run(client, experiment_id, destination.run_id, destination.store_uri)
+    """Return the id of the MLflow run that all legs of a run share, created if missing, and mark it as running."""
+    run = find_mlflow_run(client, experiment_id, destination.run_id, destination.store_uri)
     if run is None:
         tags = {RUN_ID_TAG: destination.run_id, STORE_TAG: destination.store_uri}
         run = client.create_run(experiment_id, tags=tags, run_name=destination.run_id)
@@ -131,7 +135,7 @@ def _resume_or_create_run(client: MlflowClient, experiment_id: str, destination:
     return str(run.info.run_id)
 
 
-def find_run(client: MlflowClient, experiment_id: str, run_id: str, store_uri: str) -> Run | None:
-    """Run ids are unique in a store, not across stores."""
+def find_mlflow_run(client: MlflowClient, experiment_id: str, run_id: str, store_uri: str) -> Run | None:
+    """Find the MLflow run of a run, by run id and store: run ids are unique only within a store. None if missing."""
     found = client.search_runs([experiment_id], f"tags.`{RUN_ID_TAG}` = '{run_id}'", order_by=["attributes.start_time ASC"])
     return next((run for run in found if run.data.tags.get(STORE_TAG) == store_uri), None)

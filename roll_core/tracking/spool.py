@@ -1,11 +1,11 @@
-"""The spool: a folder on local disk between a run that logs and the process that uploads to MLflow.
+"""Spool: a folder on local disk between the leg that logs and the process that uploads to MLflow.
 
-Written by the tracker, read by the uploader, outlives both: the next leg uploads what the last one could not.
-    events.jsonl       append-only, one event a line
-    artifacts/         bytes to upload, each in a folder of its own, removed once uploaded
-    destination.json   which MLflow run the events belong to
-    cursor.json        how far into events.jsonl the upload has come
-    drain              asks the uploader to finish by a deadline
+The tracker writes it, the uploader reads it. It outlives both, so that the next leg uploads what the last one could not.
+    events.jsonl       append-only, one event per line
+    artifacts/         files to upload, each in its own folder, removed once uploaded
+    destination.json   the MLflow run that the events belong to
+    cursor.json        byte offset in events.jsonl up to which events are uploaded
+    drain              request to the uploader to finish by a deadline
 """
 
 import errno
@@ -20,13 +20,13 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from roll_core.host import replacing
+from roll_core.host import atomic_replace
 from roll_core.types.manifest import Metrics
 from roll_core.types.refs import Record
 
 
 class RunStatus(StrEnum):
-    """How a run ended, in MLflow's words."""
+    """Final status of a run, as MLflow names it."""
 
     FINISHED = "FINISHED"
     FAILED = "FAILED"
@@ -34,9 +34,12 @@ class RunStatus(StrEnum):
 
 
 class MetricsLogged(Record):
-    """Example: MetricsLogged(iteration=4, metrics={"reward/mean": 0.41}, timestamp_ms=1794735000000)"""
+    """Event: metrics of an iteration.
 
-    # A loss that became NaN is the one a person most wants to see; plain JSON would turn it into null.
+    Example: MetricsLogged(iteration=4, metrics={"reward/mean": 0.41}, timestamp_ms=1794735000000)
+    """
+
+    # Plain JSON would turn NaN into null, and a loss that became NaN is the one to see.
     model_config = ConfigDict(ser_json_inf_nan="strings")
 
     kind: Literal["metrics"] = "metrics"
@@ -46,7 +49,7 @@ class MetricsLogged(Record):
 
 
 class ArtifactLogged(Record):
-    """`file` is where the bytes lie under `artifacts/`; `name` is where they go in the MLflow run.
+    """Event: an artifact to upload. `file` is its path under `artifacts/`; `name` is its path in the MLflow run.
 
     Example: ArtifactLogged(name="manifests/00000004.json", file="5d41402a/00000004.json")
     """
@@ -57,21 +60,21 @@ class ArtifactLogged(Record):
 
 
 class TagsSet(Record):
-    """Example: TagsSet(tags={"roll.leg": "2"})"""
+    """Event: tags of the MLflow run. Example: TagsSet(tags={"roll.leg": "2"})"""
 
     kind: Literal["tags"] = "tags"
     tags: dict[str, str]
 
 
 class ParamsLogged(Record):
-    """Example: ParamsLogged(params={"algorithm.name": "grpo"})"""
+    """Event: params of the MLflow run. Example: ParamsLogged(params={"algorithm.kind": "grpo"})"""
 
     kind: Literal["params"] = "params"
     params: dict[str, str]
 
 
 class RunEnded(Record):
-    """Example: RunEnded(status="FINISHED", timestamp_ms=1794735000000)"""
+    """Event: the run has ended. Example: RunEnded(status="FINISHED", timestamp_ms=1794735000000)"""
 
     kind: Literal["ended"] = "ended"
     status: RunStatus
@@ -83,7 +86,7 @@ _EVENT: TypeAdapter[TrackingEvent] = TypeAdapter(Annotated[TrackingEvent, Field(
 
 
 class Destination(Record):
-    """The MLflow run that the events of a spool belong to. Addresses are absolute: anyone may upload, from anywhere.
+    """MLflow run that the events of a spool belong to. Addresses are absolute, so that any process can upload.
 
     Example: Destination(tracking_uri="http://mlflow:5000", experiment="roll", run_id="quickstart-3",
     store_uri="file:///home/ada/roll-data")
@@ -97,15 +100,17 @@ class Destination(Record):
 
 class _Cursor(Record):
     offset: int
+    """Bytes of events.jsonl that are uploaded."""
 
 
 class _Drain(Record):
     deadline: float
+    """Seconds since the epoch."""
 
 
 @dataclass(frozen=True)
 class SpooledEvent:
-    """An event and the offset right behind its line: the cursor once it is uploaded."""
+    """Event, and the byte offset after its line, which becomes the cursor once the event is uploaded."""
 
     event: TrackingEvent
     end: int
@@ -113,7 +118,7 @@ class SpooledEvent:
 
 @dataclass(frozen=True)
 class Pending:
-    """What lies behind an offset: events in order, lines that could not be decoded, and where reading stopped."""
+    """Events read from an offset on, in order; the number of undecodable lines; and the offset where reading stopped."""
 
     events: tuple[SpooledEvent, ...]
     num_damaged: int
@@ -121,7 +126,7 @@ class Pending:
 
 
 class Spool:
-    """The files of one spool folder.
+    """Files of one spool folder.
 
     Example: spool = Spool(Path("/tmp/roll/quickstart-3")); spool.read(spool.read_cursor(), max_events=100)
     """
@@ -146,7 +151,7 @@ class Spool:
         _replace(self._cursor_file, _Cursor(offset=offset))
 
     def read_cursor(self) -> int:
-        """Where to go on: from the start if the cursor is lost or does not fit the file, for repeating is harmless."""
+        """Return the byte offset to resume from; 0 if the cursor is lost or beyond the file: uploading twice is harmless."""
         try:
             offset = _Cursor.model_validate_json(self._cursor_file.read_bytes()).offset
         except (FileNotFoundError, ValidationError):
@@ -154,22 +159,24 @@ class Spool:
         return offset if offset <= self._size() else 0
 
     def request_drain(self, deadline: float) -> None:
-        """Ask the uploader to finish and leave by `deadline`, in seconds since the epoch."""
+        """Ask the uploader to finish and exit by `deadline`, in seconds since the epoch."""
         _replace(self._drain_file, _Drain(deadline=deadline))
 
     def drain_deadline(self) -> float | None:
+        """Deadline of the drain request, in seconds since the epoch; None if there is no request."""
         try:
             return _Drain.model_validate_json(self._drain_file.read_bytes()).deadline
         except FileNotFoundError:
             return None
 
-    def forget_drain(self) -> None:
+    def clear_drain(self) -> None:
+        """Withdraw the drain request of an earlier leg."""
         self._drain_file.unlink(missing_ok=True)
 
     def put_artifact(self, name: str, data: bytes) -> str:
-        """Keep bytes until they are uploaded; answers the `file` of their event.
+        """Write an artifact's bytes to the spool; returns the `file` of its event.
 
-        MLflow names an artifact after its local file, so the unique part is a folder around it.
+        MLflow names an artifact after its local file, so a unique folder around the file makes the path unique.
         """
         file = f"{uuid.uuid4().hex}/{PurePosixPath(name).name}"
         path = self.artifact_path(file)
@@ -184,7 +191,7 @@ class Spool:
         shutil.rmtree(self.artifact_path(file).parent, ignore_errors=True)
 
     def read(self, offset: int, max_events: int) -> Pending:
-        """The next events behind `offset`. A last line without its newline is still being written, and left alone."""
+        """Read the next events from `offset` on. A last line without a newline is still being written and is not read."""
         if self._size() <= offset:
             return Pending(events=(), num_damaged=0, end=offset)
         events: list[SpooledEvent] = []
@@ -202,7 +209,7 @@ class Spool:
         return Pending(tuple(events), num_damaged, offset)
 
     def count_left(self) -> int:
-        """Events behind the cursor."""
+        """Number of events after the cursor: those not uploaded yet."""
         offset, left = self.read_cursor(), 0
         while (pending := self.read(offset, max_events=1000)).end > offset:
             offset, left = pending.end, left + len(pending.events)
@@ -216,9 +223,9 @@ class Spool:
 
 
 class SpoolWriter:
-    """Appends events, from any thread. A line torn by a killed process or a full disk costs that line only.
+    """Writer that appends events to a spool, from any thread. A killed process or a full disk tears one line at most.
 
-    Nothing is synced: the page cache survives the process, and a sync could hold up training.
+    Nothing is synced: the page cache survives the process, and a sync could delay training.
     """
 
     def __init__(self, spool: Spool):
@@ -227,6 +234,7 @@ class SpoolWriter:
         self._lock = threading.Lock()
 
     def append(self, event: TrackingEvent) -> None:
+        """Append an event as one line. Raises OSError if the line cannot be written whole."""
         line = event.model_dump_json().encode() + b"\n"
         with self._lock:
             if self._descriptor is None:
@@ -249,6 +257,7 @@ class SpoolWriter:
 
 
 def _open_at_line_start(path: Path) -> int:
+    """Open a file for appending, and end its last line if that was torn; returns the descriptor."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -262,11 +271,12 @@ def _open_at_line_start(path: Path) -> int:
 
 
 def _write_whole(descriptor: int, data: bytes) -> None:
+    """Write all bytes; a short write raises ENOSPC."""
     if os.write(descriptor, data) != len(data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _replace(path: Path, record: Record) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
+    with atomic_replace(path) as file:
         file.write(record.model_dump_json().encode())

@@ -1,6 +1,6 @@
-"""What a leg logs through. Every call is one append to the spool; a failure is told once and never reaches training.
+"""`Tracker`, through which a leg logs. Every call appends to the spool; a failure is logged once and never reaches training.
 
-Used by the leg driver. The uploader it starts is another process, which alone imports MLflow and alone waits for it.
+Used by the leg driver. The tracker starts the uploader, a separate process, which alone imports MLflow and waits for it.
 """
 
 import contextlib
@@ -32,17 +32,17 @@ from roll_core.types.refs import RunRef
 _LOGGER = logging.getLogger(__name__)
 
 MACHINE_TAG, VERSIONS_TAG = "roll.machine", "roll.versions"
-"""What the newest leg runs on, and with."""
+"""MLflow tags: machine and library versions of the newest leg."""
 _SOURCE_ROOT = Path(__file__).resolve().parents[2]
-_SECONDS_TO_DIE = 5.0
-"""A killed process can outlive its signal in a blocked disk call; the end of a leg does not wait longer for that."""
+_KILL_WAIT_SECONDS = 5.0
+"""Longest wait for the killed uploader. A blocked disk call can delay its death, and the end of a leg must not hang."""
 
 
 class Tracker:
-    """One run's metrics, params, tags and artifacts, on their way to MLflow.
+    """Logger of a run's metrics, params, tags and artifacts to MLflow, by way of the spool.
 
     Example: tracker = Tracker(config.tracking, run, Path("/tmp/roll/quickstart-3")); tracker.start();
-    tracker.log_metrics(4, {"reward/mean": 0.41}); tracker.end(RunStatus.FINISHED); tracker.close()
+    tracker.log_metrics(4, {"reward/mean": 0.41}, datetime.now(UTC)); tracker.end(RunStatus.FINISHED); tracker.close()
     """
 
     def __init__(self, config: TrackingConfig, run: RunRef, spool_dir: Path):
@@ -55,49 +55,50 @@ class Tracker:
         )
         self._spool = Spool(spool_dir)
         self.is_fresh = not self._spool.events_file.exists()
-        """Nothing was ever logged from here: what the run logged elsewhere may have been lost with that place."""
+        """True if the spool is new. Events that earlier legs spooled on another machine may be lost and are logged again."""
         self._writer = SpoolWriter(self._spool)
         self._uploader: subprocess.Popen[bytes] | None = None
         self._num_dropped = 0
 
     def start(self) -> None:
-        """Start the uploader, which first sends what earlier legs left in the spool."""
+        """Start the uploader process. It first sends the events that earlier legs left in the spool."""
         try:
             self._spool.write_destination(self._destination)
-            self._spool.forget_drain()
+            self._spool.clear_drain()
             self._uploader = self._spawn_uploader()
         except OSError as error:
             _LOGGER.warning("tracking has no uploader, so events stay in %s: %s", self._spool.folder, error)
 
     def log_metrics(self, iteration: int, metrics: Metrics, at: datetime) -> None:
-        """Logged again with the same time, they are the same points."""
-        with self._spooling():
+        """Log metrics of an iteration. Idempotent: logged again with the same time, they are the same points in MLflow."""
+        with self._drop_on_error():
             timestamp_ms = int(at.timestamp() * 1000)
             self._writer.append(MetricsLogged(iteration=iteration, metrics=metrics, timestamp_ms=timestamp_ms))
 
     def log_artifact(self, name: str, data: bytes) -> None:
-        """Keep `data` as an artifact; `name` may hold folders, as in "manifests/00000004.json"."""
-        with self._spooling():
+        """Log bytes as an artifact. `name` may contain folders, as in "manifests/00000004.json"."""
+        with self._drop_on_error():
             self._writer.append(ArtifactLogged(name=name, file=self._spool.put_artifact(name, data)))
 
     def log_params(self, params: dict[str, str]) -> None:
-        """Log params. The first value of a param stays: MLflow refuses to change one."""
-        with self._spooling():
+        """Log params. MLflow keeps the first value of a param and refuses to change it."""
+        with self._drop_on_error():
             self._writer.append(ParamsLogged(params=params))
 
     def set_tags(self, tags: dict[str, str]) -> None:
-        with self._spooling():
+        """Set tags of the MLflow run; a new value replaces the old one."""
+        with self._drop_on_error():
             self._writer.append(TagsSet(tags=tags))
 
     def end(self, status: RunStatus) -> None:
-        """Say that the run, not only this leg, is over. Logged last: what comes later means the run goes on."""
-        with self._spooling():
+        """Log that the run, not only this leg, has ended. Call it last: any later event marks the run as running again."""
+        with self._drop_on_error():
             self._writer.append(RunEnded(status=status, timestamp_ms=_now_ms()))
 
     def close(self) -> int:
-        """Let the uploader finish for at most `drain_seconds`, then stop it. Answers how many events did not arrive.
+        """Drain the spool for at most `drain_seconds`, stop the uploader, and return the number of events not uploaded.
 
-        They stay in the spool for the next leg, except those that could not even be written there.
+        These stay in the spool for the next leg, except events that could not be written to the spool.
         """
         self._stop_uploader()
         try:
@@ -108,8 +109,8 @@ class Tracker:
             return self._num_dropped
 
     @contextlib.contextmanager
-    def _spooling(self) -> Iterator[None]:
-        """An event that cannot be spooled is lost and counted: a full disk or a bad value must not end a run."""
+    def _drop_on_error(self) -> Iterator[None]:
+        """Count an event that cannot be spooled as dropped instead of raising: a full disk must not end a run."""
         try:
             yield
         except (OSError, ValueError) as error:
@@ -138,10 +139,10 @@ class Tracker:
             self._spool.request_drain(time.time() + self._drain_seconds)
             self._uploader.wait(self._drain_seconds)
         except (OSError, subprocess.TimeoutExpired):
-            # Killing is safe at any moment: what was sent but not yet ticked off is sent again, to no effect.
+            # Killing is safe at any moment: events sent since the last write of the cursor are sent again, to no effect.
             self._uploader.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._uploader.wait(_SECONDS_TO_DIE)
+                self._uploader.wait(_KILL_WAIT_SECONDS)
 
 
 def _now_ms() -> int:

@@ -1,7 +1,7 @@
-"""The process that carries a spool to MLflow: `python -m roll_core.tracking.uploader SPOOL_DIR [--once]`.
+"""Process that uploads a spool to MLflow: `python -m roll_core.tracking.uploader SPOOL_DIR [--once]`.
 
-Started by the tracker beside a leg, and by a person (`--once`) after an outage. It retries for as long as the leg
-lives, then for as long as the leg granted; what is left waits in the spool for the next uploader.
+The tracker starts it beside a leg; a person starts it with `--once` after an outage. It retries while the leg lives, then
+until the leg's drain deadline. Events left after that wait in the spool for the next uploader.
 """
 
 import argparse
@@ -30,14 +30,15 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 0.5
-"""Between looks at the spool: a few system calls a second, and metrics at most this late."""
+_POLL_SECONDS = 0.5
+"""Interval between polls of the spool: a few system calls per second, and metrics at most this late."""
 _FIRST_BACKOFF_SECONDS = 0.5
 _LAST_BACKOFF_SECONDS = 15.0
+"""Exponential backoff between failed uploads: its first and its longest delay."""
 _NICENESS = 10
-"""Training comes first on a crowded machine."""
+"""Scheduling priority of this process: training comes first on a busy machine."""
 _MAX_EVENTS = 100
-"""Sent between two looks at the deadline; with ten metrics an event they fill MLflow's largest call."""
+"""Most events sent between two checks of the deadline. With ten metrics each, they fill MLflow's largest call."""
 _MAX_ERROR_CHARACTERS = 1000
 _MLFLOW_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -45,13 +46,13 @@ _MLFLOW_ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
 }
-"""MLflow fails fast and leaves the patience to this file."""
-_SIGNALS_MEANT_FOR_THE_LEG = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""SLURM warns every process of a job; the leg reacts, still logs, and tells the uploader when to go."""
+"""Settings that make MLflow fail fast: retries and backoff are in this file."""
+_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that SLURM sends to every process of a job. The leg handles them, still logs, and requests the drain itself."""
 
 
 class UploadDeadline:
-    """How long to go on: for ever while the parent lives and has not asked to drain; then until a deadline."""
+    """Deadline of the upload: none while the parent lives and has not requested a drain, then a point in time."""
 
     def __init__(self, spool: Spool, parent_pid: int, drain_seconds: float):
         self._spool = spool
@@ -60,26 +61,28 @@ class UploadDeadline:
         self._deadline: float | None = None
 
     def is_draining(self) -> bool:
+        """True once the parent has requested a drain or has died."""
         if self._deadline is None:
             self._deadline = self._spool.drain_deadline()
-        # The parent of an orphan is another process, even where the pid of the dead one is in use again.
+        # getppid detects the parent's death even if its pid is in use again: an orphan gets another parent.
         if self._deadline is None and os.getppid() != self._parent_pid:
             self._deadline = time.time() + self._drain_seconds
         return self._deadline is not None
 
     def is_over(self) -> bool:
+        """True once the deadline has passed."""
         return self.is_draining() and self._deadline is not None and time.time() >= self._deadline
 
     def wait(self, seconds: float) -> None:
-        """Wait, but no longer than until draining begins, or until it is over."""
+        """Sleep for `seconds`, or until draining begins or the deadline passes."""
         was_draining = self.is_draining()
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0 and self.is_draining() == was_draining and not self.is_over():
-            time.sleep(min(left, _LOOK_SECONDS))
+            time.sleep(min(left, _POLL_SECONDS))
 
 
 class Upload:
-    """The upload of one spool, from its cursor on. Only the holder of the spool's lock may make one."""
+    """Upload of one spool, from its cursor on. Only the process that holds the spool's lock may create one."""
 
     def __init__(self, spool: Spool):
         self._spool = spool
@@ -87,7 +90,7 @@ class Upload:
         self._run: MlflowRun | None = None
 
     def advance(self) -> bool:
-        """Upload the next events; false if there were none. Raises what MLflow raises, and then goes on from there."""
+        """Upload the next events; returns False if there were none. After an error, the next call resumes at the cursor."""
         pending = self._spool.read(self._offset, _MAX_EVENTS)
         if pending.end == self._offset:
             return False
@@ -95,13 +98,13 @@ class Upload:
             _LOGGER.warning("skipped %d damaged lines of %s", pending.num_damaged, self._spool.events_file)
         for events in _batches(pending.events):
             self._send(events)
-            self._tick_off(events[-1].end)
+            self._advance_cursor(events[-1].end)
             self._remove_artifacts(events)
-        self._tick_off(pending.end)
+        self._advance_cursor(pending.end)
         return True
 
     def reconnect(self) -> None:
-        """Find the MLflow run anew before the next event, in case it was deleted or its server replaced."""
+        """Find the MLflow run again before the next event, in case it was deleted or its server was replaced."""
         self._run = None
 
     def _send(self, events: Sequence[SpooledEvent]) -> None:
@@ -117,7 +120,7 @@ class Upload:
                 self._send_artifact(run, artifact)
             case RunEnded() as ended:
                 run.end(ended)
-                # Whatever follows was logged by a leg that took the run up again: opening marks it as running.
+                # Any later event comes from a leg that resumed the run: reconnecting marks it as running.
                 self.reconnect()
 
     def _send_artifact(self, run: "MlflowRun", artifact: ArtifactLogged) -> None:
@@ -128,7 +131,7 @@ class Upload:
             _LOGGER.warning("artifact %s is not in the spool: uploaded before, or removed by hand", artifact.name)
 
     def _connected_run(self) -> "MlflowRun":
-        """Connect at the first event, so that looking at a finished run does not mark it as running again."""
+        """Return the MLflow run, opened at the first event: polling the spool of a finished run must not reopen it."""
         if self._run is None:
             os.environ.update(_MLFLOW_ENVIRONMENT)
             from roll_core.tracking.mlflow_run import MlflowRun
@@ -138,7 +141,7 @@ class Upload:
             _LOGGER.info("uploading to MLflow run %s, found in %.1f s", self._run.run_id, time.monotonic() - started)
         return self._run
 
-    def _tick_off(self, offset: int) -> None:
+    def _advance_cursor(self, offset: int) -> None:
         if offset > self._offset:
             self._spool.write_cursor(offset)
             self._offset = offset
@@ -150,7 +153,7 @@ class Upload:
 
 
 def _batches(events: Sequence[SpooledEvent]) -> list[list[SpooledEvent]]:
-    """Neighbouring metrics together, every other event alone; the order stays."""
+    """Group consecutive metrics events into batches; every other event is a batch of one. The order stays."""
     batches: list[list[SpooledEvent]] = []
     for spooled in events:
         joins = isinstance(spooled.event, MetricsLogged) and batches and isinstance(batches[-1][0].event, MetricsLogged)
@@ -161,41 +164,41 @@ def _batches(events: Sequence[SpooledEvent]) -> list[list[SpooledEvent]]:
     return batches
 
 
-def follow(spool: Spool, patience: UploadDeadline) -> int:
-    """Upload what is logged, as it is logged, until patience is over. Answers the exit code."""
+def follow(spool: Spool, deadline: UploadDeadline) -> int:
+    """Upload events as they are logged, until the deadline. Returns the exit code: 0 if nothing is left, else 1."""
     with spool.lock_file.open("ab") as lock:
         while not _try_lock(lock.fileno()):
-            if patience.is_over():
+            if deadline.is_over():
                 return 1
-            patience.wait(_LOOK_SECONDS)
-        return _follow_locked(Upload(spool), patience)
+            deadline.wait(_POLL_SECONDS)
+        return _follow_locked(Upload(spool), deadline)
 
 
-def _follow_locked(upload: Upload, patience: UploadDeadline) -> int:
+def _follow_locked(upload: Upload, deadline: UploadDeadline) -> int:
     backoff = _FIRST_BACKOFF_SECONDS
-    while not patience.is_over():
-        # Asked before looking: a request to drain comes after the last event.
-        was_draining = patience.is_draining()
+    while not deadline.is_over():
+        # Checked before the upload: a drain request comes after the last event, so an empty spool is then final.
+        was_draining = deadline.is_draining()
         try:
             uploaded = upload.advance()
-        # MLflow raises its own, requests', SQLAlchemy's and the operating system's errors for "not now".
+        # For an outage MLflow raises its own errors and those of requests, SQLAlchemy and the operating system.
         except Exception as error:
-            _LOGGER.warning("trying again in %.1f s: %s", backoff, _in_short(error))
+            _LOGGER.warning("trying again in %.1f s: %s", backoff, _abbreviated(error))
             upload.reconnect()
-            patience.wait(backoff)
-            just_began = patience.is_draining() and not was_draining
+            deadline.wait(backoff)
+            just_began = deadline.is_draining() and not was_draining
             backoff = _FIRST_BACKOFF_SECONDS if just_began else min(2 * backoff, _LAST_BACKOFF_SECONDS)
             continue
         backoff = _FIRST_BACKOFF_SECONDS
         if not uploaded and was_draining:
             return 0
         if not uploaded:
-            patience.wait(_LOOK_SECONDS)
+            deadline.wait(_POLL_SECONDS)
     return 1
 
 
 def upload_once(spool: Spool) -> int:
-    """Upload what is there. Answers the exit code: 1 if anything is left."""
+    """Upload the events in the spool and return. Returns the exit code: 0 if nothing is left, else 1."""
     if not spool.folder.is_dir():
         _LOGGER.error("SPOOL_DIR: there is no folder %s", spool.folder)
         return 1
@@ -208,7 +211,7 @@ def upload_once(spool: Spool) -> int:
             while upload.advance():
                 pass
         except Exception as error:
-            _LOGGER.error("%d events are left in %s: %s", spool.count_left(), spool.folder, _in_short(error))
+            _LOGGER.error("%d events are left in %s: %s", spool.count_left(), spool.folder, _abbreviated(error))
             return 1
     return 0
 
@@ -221,7 +224,7 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
-def _in_short(error: Exception) -> str:
+def _abbreviated(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]
 
 
@@ -236,14 +239,15 @@ def _parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the uploader; returns the exit code."""
     parsed = _parse_arguments(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    # Repeats, less clearly, every failure that is logged here.
+    # urllib3 would log every failure a second time, less clearly.
     logging.getLogger("urllib3").setLevel(logging.ERROR)
     spool = Spool(parsed.spool_dir)
     if parsed.once:
         return upload_once(spool)
-    for number in _SIGNALS_MEANT_FOR_THE_LEG:
+    for number in _IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)
     return follow(spool, UploadDeadline(spool, parsed.parent_pid, parsed.drain_seconds))

@@ -1,1 +1,1 @@
-"""Backends that compute logprobs and gradients, and move the policy."""
+"""Training backends: logprobs, gradients and optimizer steps of the policy and the critic."""

@@ -1,4 +1,5 @@
-"""What training backends must do. One object per trainer rank; all ranks get the same calls in the same order."""
+"""Protocols of the training backends (`torch`, `megatron`) and the records they share. There is one backend object per
+trainer rank. All ranks get the same calls in the same order, since most calls contain collectives."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,125 +17,132 @@ from roll_core.types.manifest import Metrics
 
 
 class Policy(StrEnum):
-    """Whose logprobs are asked for; teachers go by names of their own."""
+    """Name of the policy that `TrainingBackend.logprobs` scores with. Teachers have names of their own
+    (`learner.teacher_name`)."""
 
     CURRENT = "current"
     REFERENCE = "reference"
 
 
 Snapshot = Callable[[Path], list[Path]]
-"""Writes what was copied into a folder all ranks share, together with the other ranks, from any thread; answers the files
-this rank wrote. Only the newest snapshot of an object can be written: the next one reuses its memory."""
+"""Function that writes a host-memory copy of the state into a folder shared by all ranks and returns the files this rank
+wrote. All ranks call it together, from any thread. Only the newest snapshot of an object can be written: the next one reuses
+its memory."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of every batch a rank works on. Ranks that hold one copy of the model between them work on the same part;
-    one of them speaks for it, so that sums over all ranks count every part once.
+    """Part `index` of the `count` parts of every batch: the part that a rank works on. All ranks of one model copy work on
+    the same part. Exactly one rank per model copy reports sums (`is_reporter`), so that sums over all ranks count every part
+    once.
 
-    Example (the second of two copies of a model, each on two ranks; the last rank): Share(index=1, count=2, speaks=True)
+    Example (two copies of a model, each on two ranks; the last rank): Share(index=1, count=2, is_reporter=True)
     """
 
     index: int
     count: int
-    speaks: bool
+    is_reporter: bool
     row_multiple: int = 1
-    """Rows have a multiple of so many tokens, so that ranks can share them out."""
+    """Row lengths are multiples of this many tokens, so that the ranks of one model copy can split a row evenly."""
 
 
 class Trainable(Protocol):
-    """What a policy and a critic have in common."""
+    """Model with an optimizer: the methods that policy and critic have in common."""
 
     def start_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
-        """Begin a fresh optimizer and learning-rate schedule of `total_steps` steps."""
+        """Start a fresh optimizer and a learning-rate schedule of `total_steps` steps."""
         ...
 
     def apply_gradients(self) -> Metrics:
-        """One optimizer step with what was accumulated, skipped (and counted) if the gradient is not finite.
+        """Take one optimizer step with the accumulated gradients; skip and count it if the gradient is not finite.
 
-        Metrics are those of the whole batch, the same on every rank.
+        Return the metrics of the whole batch, identical on every rank.
         """
         ...
 
     def discard_gradients(self) -> None:
-        """Forget what was accumulated since the last step."""
+        """Drop the gradients accumulated since the last step."""
         ...
 
     def offload(self) -> None:
-        """Give the device's memory back: all waits in host memory, where it can be read and saved, until `reload`."""
+        """Move all state to host memory and free the device memory. The state can be read and saved there; computing has to
+        wait for `reload`."""
         ...
 
     def reload(self) -> None:
-        """Take the device again. Before this, nothing is computed; without an `offload` nothing happens."""
+        """Move all state back to the device; do nothing unless it is offloaded."""
         ...
 
     def snapshot(self) -> Snapshot:
-        """A copy of weights and optimizer state in host memory, which training on does not change."""
+        """Copy weights and optimizer state to host memory. Further training does not change the copy."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Continue from a saved folder, whatever number of ranks wrote it."""
+        """Restore weights and optimizer state from a checkpoint folder, whatever number of ranks wrote it."""
         ...
 
 
 class TrainingBackend(Trainable, Protocol):
-    """A policy in training, and the frozen policies it is compared with.
+    """Policy in training, and the frozen policies (reference, teachers) it is compared with.
 
-    Micro-batches come several at a time, all of an optimizer step where it can be: the stages of a pipeline are busy only
-    while there are as many under way.
+    Methods take several micro-batches at a time, preferably all of an optimizer step: the stages of a pipeline idle when
+    fewer micro-batches than stages are in flight.
     """
 
     @property
     def share(self) -> Share:
-        """Whose micro-batches this rank is given."""
+        """Part of every batch that this rank is given."""
         ...
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], policy: str) -> list[Tensor]:
-        """Logprob of every trained token (N) of each, without gradient."""
+        """Return the logprob of every trained token (N) of each micro-batch under the named policy, without gradient."""
         ...
 
     def divergences(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """KL(current || reference) over the whole vocabulary, where each trained token is predicted (N), no gradient."""
+        """Return KL(current || reference) over the full vocabulary at every trained token (N) of each micro-batch, without
+        gradient."""
         ...
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFn) -> None:
-        """Add their gradients to those of this optimizer step. The loss is asked on ranks that know the logprobs, the one
-        that speaks for its share among them."""
+        """Add the gradients of these micro-batches to the current optimizer step. The loss is evaluated only on ranks that
+        have the logprobs; the reporter of the share is one of them."""
         ...
 
     def accumulate_beside_reference(self, micro_batches: Sequence[MicroBatch], loss: LossFn) -> None:
-        """The same, with full-vocabulary divergences to the reference in the loss's inputs."""
+        """Accumulate like `accumulate`, with full-vocabulary divergences from the reference in the loss's inputs."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors by Hugging Face name, one at a time; every rank iterates, every rank sees the same."""
+        """Yield full tensors by Hugging Face name, one at a time. Every rank must iterate, and gets the same tensors."""
         ...
 
     def load_frozen(self, name: str, folder: Path) -> None:
-        """Take the weights of a saved folder as a frozen policy of that name."""
+        """Load a checkpoint folder as the frozen policy `name`."""
         ...
 
     def build_frozen(self, name: str, model: ModelConfig) -> None:
-        """Take another model as a frozen policy of that name."""
+        """Build another model as the frozen policy `name`."""
         ...
 
 
 class Values(NamedTuple):
-    """What the critic expects before each trained token, and after the last token of each sequence."""
+    """Values of the critic: the expected return before each trained token, and after the last token of each sequence."""
 
     values_N: Tensor
     final_values_S: Tensor
 
 
 class CriticBackend(Trainable, Protocol):
-    """A value model in training."""
+    """Value model in training."""
 
-    def values(self, micro_batch: MicroBatch) -> Values: ...
+    def values(self, micro_batch: MicroBatch) -> Values:
+        """Return the values of a micro-batch, without gradient."""
+        ...
 
     def accumulate(self, micro_batch: MicroBatch, loss: ValueLossFn) -> None:
-        """Add a micro-batch's gradient to those of this optimizer step."""
+        """Add the gradient of a micro-batch to the current optimizer step."""
         ...
 
     def adopt(self, policy_weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Start from a policy's weights; only the value head stays the critic's own."""
+        """Start from a policy's weights; only the value head keeps its own."""
         ...

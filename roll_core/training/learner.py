@@ -1,7 +1,7 @@
-"""All that learns on one trainer rank: the policy, the critic where there is one, and the state of credit.
+"""Learner of one trainer rank: the policy, the critic if the algorithm has one, and the state of credit assignment. It knows
+neither Ray nor a store; `roles/trainer_rank.py` calls it. Every rank gets the same calls with the same trajectories.
 
-Knows neither Ray nor a store; every rank gets the same calls with the same trajectories. Shapes: N trained tokens of the
-whole iteration, S trajectories, K teachers, D domains.
+Shapes: N trained tokens of the whole iteration, S trajectories, K teachers, D domains.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from roll_core.algorithms.losses import cross_entropy
 from roll_core.batching.micro_batch import GlobalCounts, MicroBatch, build_micro_batches
 from roll_core.batching.packing import PackingLimits
 from roll_core.batching.samples import GradedBatch, build_batch
-from roll_core.batching.token_data import TokenData, untaught
+from roll_core.batching.token_data import TokenData, blank_token_data
 from roll_core.config.algorithm.methods import AlgorithmConfig, Distillation
 from roll_core.config.algorithm.policy_update import Signal
 from roll_core.config.optimizer import OptimizerConfig
@@ -41,14 +41,17 @@ from roll_core.types.sample import Sample
 from roll_core.types.trajectory import Trajectory
 from roll_core.weights.ranks import reduce_over_ranks
 
-COMPILED_WIDTHS = 64
-"""Tokens: attention with a mask takes another way where rows are not a multiple of 8, and tiles are of 64."""
+COMPILED_WIDTH_MULTIPLE = 64
+"""Tokens; with compiled layers row widths are multiples of this. Masked attention takes another code path where rows are not
+a multiple of 8, and its tiles are 64 tokens wide."""
 CRITIC_FOLDER, STATE_FILE = "critic", "credit-state.json"
+"""Critic's subfolder and file of the credit state, within a checkpoint folder."""
 
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """This rank's share of an iteration, optimizer step by optimizer step, and the state of credit once it is learned."""
+    """Micro-batches of this rank for one iteration, a tuple for each optimizer step, and the credit state after the update.
+    The counts and groups are those of the whole iteration, over all ranks."""
 
     steps: tuple[tuple[MicroBatch, ...], ...]
     next_state: CreditState
@@ -59,12 +62,14 @@ class PreparedBatch:
 
 
 class Learner:
+    """Policy, critic and credit state of one trainer rank."""
+
     def __init__(self, config: RunConfig, *, rank: int, device: torch.device):
         self._config = config
         self._rank = rank
-        self._algorithm = self._fallback = _build(config.algorithm, config)
+        self._algorithm = self._fallback = _build_algorithm(config.algorithm, config)
         if config.fallback_algorithm is not config.algorithm:
-            self._fallback = _build(config.fallback_algorithm, config)
+            self._fallback = _build_algorithm(config.fallback_algorithm, config)
         settings = TorchSettings(config.training, config.seed, config.rollout.temperature, device)
         self._policy = _build_policy(config, settings)
         self._policy.start_optimizer(config.training.optimizer, config.policy_optimizer_steps)
@@ -76,20 +81,23 @@ class Learner:
 
     @property
     def needs_reference(self) -> bool:
+        """True if the algorithm compares the policy with a frozen reference."""
         return self._config.algorithm.needs_reference
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the policy's full tensors by Hugging Face name. Every rank must iterate."""
         return self._policy.weights()
 
     def imitate(self, demonstrations: Callable[[int], list[Sample]], optimizer: OptimizerConfig, num_steps: int) -> float:
-        """Supervised steps, then a fresh optimizer for reinforcement learning; the last loss. A critic starts from here."""
+        """Take `num_steps` supervised steps, then start a fresh optimizer for reinforcement learning. A critic starts from
+        the resulting weights. `demonstrations` returns the samples of a step, by its number. Return the last loss."""
         self._policy.start_optimizer(optimizer, num_steps)
-        # Demonstrations share no prompts: rows as short as they can be cost the least attention.
-        limits = replace(self._limits(), row_tokens=None, packing=Packing.ROWS)
+        # Demonstrations share no prompts: the shortest possible rows cost the least attention.
+        limits = replace(self._packing_limits(), row_tokens=None, packing=Packing.ROWS)
         metrics: Metrics = {}
         for step in range(num_steps):
             samples = demonstrations(step)
-            tokens, chosen = untaught(_trained_tokens(samples)), range(len(samples))
+            tokens, chosen = blank_token_data(_trained_tokens(samples)), range(len(samples))
             micro_batches = self._micro_batches(samples, tokens, chosen, _counts(samples), limits)
             self._policy.accumulate(micro_batches, cross_entropy)
             metrics = self._policy.apply_gradients()
@@ -99,37 +107,41 @@ class Learner:
         return metrics["update/loss"]
 
     def prepare(self, trajectories: Sequence[Trajectory], weights_version: int) -> PreparedBatch:
-        """Declared signals, advantages, packing: everything that can be known before the policy moves from this version."""
+        """Build the batch of an iteration before the policy changes: compute the declared signals, assign credit, pack
+        micro-batches. `weights_version` is the policy's version; tokens sampled by it are fresh."""
         batch = build_batch(trajectories)
         if not batch.samples:
-            return PreparedBatch((), self._state, set(), num_samples=0, num_trained_tokens=0, metrics=_left_out(batch))
+            return PreparedBatch(
+                (), self._state, set(), num_samples=0, num_trained_tokens=0, metrics=_left_out_metrics(batch)
+            )
         inputs = self._with_signals(batch)
         credit, next_state = assign_credit(inputs, self._algorithm.credit, self._state)
         tokens = _token_data(inputs, credit, is_fresh_N=batch.weights_version_N == weights_version)
         kept = [number for number, is_kept in enumerate(credit.kept_S.tolist()) if is_kept]
-        pulling = set(self._pulling(batch, credit))
+        with_gradient = set(self._with_gradient(batch, credit))
         return PreparedBatch(
             steps=tuple(
-                self._prepare_step(batch.samples, tokens, step, pulling)
+                self._prepare_step(batch.samples, tokens, step, with_gradient)
                 for step in _split_evenly(kept, self._config.training.optimizer_steps)
             ),
             next_state=next_state,
             trained_groups={batch.groups[number] for number in kept},
             num_samples=len(kept),
             num_trained_tokens=_trained_tokens([batch.samples[number] for number in kept]),
-            metrics=credit.metrics | _left_out(batch),
+            metrics=credit.metrics | _left_out_metrics(batch),
         )
 
     def update(self, prepared: PreparedBatch, iteration: int) -> Metrics:
-        """All optimizer steps of the policy; none while the critic warms up, or where `training.mismatch` stops them."""
+        """Take all optimizer steps of the policy and advance the credit state. The policy is held back while the critic
+        warms up. Raise `SamplerMismatch` if `training.mismatch` stops the update."""
         held_back = iteration <= self._config.algorithm.warmup_iterations
-        metrics = {"update/held_back": 1.0} if held_back else self._move_policy(prepared, iteration)
+        metrics = {"update/held_back": 1.0} if held_back else self._update_policy(prepared, iteration)
         self._state = prepared.next_state
         return metrics
 
     def update_critic(self, prepared: PreparedBatch, iteration: int) -> Metrics:
-        """All optimizer steps of the critic, towards the returns of the prepared batch."""
-        self._seed_chance("update_critic", iteration)
+        """Take all optimizer steps of the critic, towards the returns of the prepared batch."""
+        self._seed_dropout("update_critic", iteration)
         assert self._critic is not None, "this algorithm has no critic"
         assert self._algorithm.value_loss is not None
         per_step: list[Metrics] = []
@@ -140,20 +152,22 @@ class Learner:
         return _mean_over_steps(per_step)
 
     def offload(self) -> None:
-        """Give the device's memory back until `reload`."""
-        for trained in self._trained:
-            trained.offload()
+        """Move policy and critic to host memory and free the device memory until `reload`."""
+        for trainable in self._trainables:
+            trainable.offload()
 
     def reload(self) -> None:
-        for trained in self._trained:
-            trained.reload()
+        """Move policy and critic back to the device."""
+        for trainable in self._trainables:
+            trainable.reload()
 
     @property
-    def _trained(self) -> list[Trainable]:
+    def _trainables(self) -> list[Trainable]:
         return [self._policy, *([self._critic] if self._critic is not None else [])]
 
     def snapshot(self) -> Snapshot:
-        """A copy of everything that learning goes on from, to be written beside what follows."""
+        """Copy policy, critic and credit state to host memory. The returned function writes the copy while training
+        continues."""
         policy, state = self._policy.snapshot(), self._state
         critic = self._critic.snapshot() if self._critic is not None else None
 
@@ -169,6 +183,7 @@ class Learner:
         return write
 
     def load(self, folder: Path) -> None:
+        """Restore policy, critic and credit state from a checkpoint folder."""
         self._policy.load(folder)
         if self._critic is not None:
             self._critic.load(folder / CRITIC_FOLDER)
@@ -176,44 +191,46 @@ class Learner:
 
     @property
     def controllers(self) -> dict[str, Any]:
-        """What credit remembers, as far as it remembers anything."""
+        """Credit state as JSON, without the fields that have their default value."""
         return self._state.model_dump(mode="json", exclude_defaults=True)
 
-    def _move_policy(self, prepared: PreparedBatch, iteration: int) -> Metrics:
+    def _update_policy(self, prepared: PreparedBatch, iteration: int) -> Metrics:
         if not prepared.steps:
             return {}
-        loss, mismatch = self._accumulate_first(prepared, iteration)
+        loss, mismatch = self._accumulate_first_step(prepared, iteration)
         per_step = [with_effective_sample_size(self._policy.apply_gradients())]
         for micro_batches in (prepared.steps * self._config.training.epochs)[1:]:
             self._accumulate(micro_batches, loss)
             per_step.append(with_effective_sample_size(self._policy.apply_gradients()))
         return _mean_over_steps(per_step) | mismatch
 
-    def _accumulate_first(self, prepared: PreparedBatch, iteration: int) -> tuple[LossFn, Metrics]:
-        """The gradients of the first step, by the loss that all steps take once it is known how far sampler and trainer are
-        apart. Anchors tell before; without them the step itself does, and is done again if it takes the other loss."""
-        meter, usual = MismatchMeter(self._policy.share), self._algorithm.loss
-        self._seed_chance("update", iteration)
-        if self._knows_anchors:
+    def _accumulate_first_step(self, prepared: PreparedBatch, iteration: int) -> tuple[LossFn, Metrics]:
+        """Accumulate the gradients of the first optimizer step. Return the loss for all steps, which depends on the
+        mismatch, and the mismatch metrics. With anchor logprobs the mismatch is known beforehand. Without them the first
+        step measures it, and is repeated if the fallback loss is chosen."""
+        meter, default_loss = MismatchMeter(self._policy.share), self._algorithm.loss
+        self._seed_dropout("update", iteration)
+        if self._has_anchor_logprobs:
             for micro_batch in chain(*prepared.steps):
-                meter.note_anchors(micro_batch.tokens)
-            loss, metrics = self._judge(meter.metrics(), iteration)
+                meter.record_anchors(micro_batch.tokens)
+            loss, metrics = self._choose_loss(meter.metrics(), iteration)
         else:
-            self._accumulate(prepared.steps[0], meter.noting(usual))
-            loss, metrics = self._judge(meter.metrics(), iteration)
-            if loss is usual:
+            self._accumulate(prepared.steps[0], meter.recording(default_loss))
+            loss, metrics = self._choose_loss(meter.metrics(), iteration)
+            if loss is default_loss:
                 return loss, metrics
             self._policy.discard_gradients()
-            self._seed_chance("update", iteration)
+            self._seed_dropout("update", iteration)
         self._accumulate(prepared.steps[0], loss)
         return loss, metrics
 
-    def _judge(self, metrics: Metrics, iteration: int) -> tuple[LossFn, Metrics]:
-        """The loss for an iteration with this mismatch; the same on every rank, since the metrics are."""
+    def _choose_loss(self, metrics: Metrics, iteration: int) -> tuple[LossFn, Metrics]:
+        """Return the loss for an iteration with this mismatch, and its metrics. All ranks choose the same loss, since their
+        metrics are the same. Raise `SamplerMismatch` if limits are exceeded and `training.mismatch.action` is stop."""
         limits = self._config.training.mismatch
         if limits is None or not metrics[f"{MISMATCH}fresh_tokens"]:
             return self._algorithm.loss, metrics
-        complaint = limits.complaint(metrics)
+        complaint = limits.exceeded_limit(metrics)
         if complaint is not None and limits.action is MismatchAction.STOP:
             self._policy.discard_gradients()
             raise SamplerMismatch(f"iteration {iteration} was not trained on: {complaint}")
@@ -227,44 +244,46 @@ class Learner:
             self._policy.accumulate(micro_batches, loss)
 
     @property
-    def _knows_anchors(self) -> bool:
-        """Whether all tokens are scored before the update; else the first optimizer step is the first to score any."""
+    def _has_anchor_logprobs(self) -> bool:
+        """True if all tokens are scored before the update. Otherwise the first optimizer step is the first to score any."""
         return Signal.ANCHOR in self._fallback.signals
 
-    def _seed_chance(self, stage: str, iteration: int) -> None:
-        """Layers that draw (dropout) draw the same when an update is made again, by whichever process."""
+    def _seed_dropout(self, stage: str, iteration: int) -> None:
+        """Seed torch from run seed, stage, iteration and rank, so that a repeated update draws the same dropout in any
+        process."""
         torch.manual_seed(derive_seed(self._config.seed, stage, iteration, self._rank))
 
     def load_frozen(self, name: str, folder: Path) -> None:
+        """Load a checkpoint folder as the frozen policy `name`: the reference, or a teacher that is a run."""
         self._policy.load_frozen(name, folder)
 
     def build_teachers(self) -> None:
-        """Those that are models of their own; those that are runs are loaded with `load_frozen`."""
+        """Build the teachers that are pretrained models. Teachers that are runs are loaded with `load_frozen`."""
         if isinstance(self._config.algorithm, Distillation):
             for number, teacher in enumerate(self._config.algorithm.teachers):
                 if teacher.kind == "pretrained":
                     self._policy.build_frozen(teacher_name(number), teacher.model)
 
     def _with_signals(self, batch: GradedBatch) -> CreditInputs:
-        """What credit needs to know of the tokens, computed by all ranks together, each for its share."""
+        """Compute the signals that credit needs. Each rank scores its share of the tokens, and all ranks get all values."""
         signals, inputs = self._algorithm.credit_signals, batch.credit
         if not signals:
             return inputs
         num_tokens, num_samples = len(inputs.outcomes.sequence_N), len(batch.samples)
         counts = GlobalCounts(num_tokens, num_samples)
-        limits, everyone = self._limits(), range(num_samples)
-        shares = self._micro_batches(batch.samples, untaught(num_tokens), everyone, counts, limits)
+        limits, all_samples = self._packing_limits(), range(num_samples)
+        shares = self._micro_batches(batch.samples, blank_token_data(num_tokens), all_samples, counts, limits)
         outcomes = inputs.outcomes
         if Signal.VALUES in signals:
             assert self._critic is not None
             found = [self._critic.values(share) for share in shares]
             outcomes = replace(
                 outcomes,
-                values_N=self._gather(num_tokens, [s.place_N for s in shares], [v.values_N for v in found]),
+                values_N=self._gather(num_tokens, [s.token_index_N for s in shares], [v.values_N for v in found]),
                 final_values_S=self._gather(num_samples, [s.sample_S for s in shares], [v.final_values_S for v in found]),
             )
         if Signal.TEACHER in signals:
-            outcomes = replace(outcomes, **self._taught(shares, inputs))
+            outcomes = replace(outcomes, **self._teacher_logprobs(shares, inputs))
 
         scores: dict[Signal, Callable[[], list[Tensor]]] = {
             Signal.ANCHOR: lambda: self._policy.logprobs(shares, Policy.CURRENT),
@@ -276,19 +295,21 @@ class Learner:
             Signal.REFERENCE: "reference_logprobs_N",
             Signal.DIVERGENCE: "divergences_N",
         }
-        places = [share.place_N for share in shares]
+        indices = [share.token_index_N for share in shares]
         asked: dict[str, Any] = {
-            names[signal]: self._gather(num_tokens, places, score()) for signal, score in scores.items() if signal in signals
+            names[signal]: self._gather(num_tokens, indices, score())
+            for signal, score in scores.items()
+            if signal in signals
         }
         return replace(inputs, outcomes=outcomes, **asked)
 
-    def _taught(self, shares: list[MicroBatch], inputs: CreditInputs) -> dict[str, Tensor]:
-        """Logprobs of every teacher, and how much each counts: nothing outside its domains."""
+    def _teacher_logprobs(self, shares: list[MicroBatch], inputs: CreditInputs) -> dict[str, Tensor]:
+        """Return every teacher's logprobs and weights for every token. A teacher has no weight outside its domains."""
         assert isinstance(self._config.algorithm, Distillation)
         teachers, sequence_N = self._config.algorithm.teachers, inputs.outcomes.sequence_N
-        places = [share.place_N for share in shares]
+        indices = [share.token_index_N for share in shares]
         logprobs = [
-            self._gather(len(sequence_N), places, self._policy.logprobs(shares, teacher_name(k)))
+            self._gather(len(sequence_N), indices, self._policy.logprobs(shares, teacher_name(k)))
             for k in range(len(teachers))
         ]
         weights_KD = torch.tensor(
@@ -300,23 +321,24 @@ class Learner:
             "teacher_weights_KN": weights_KD[:, inputs.domain_S][:, sequence_N],
         }
 
-    def _pulling(self, batch: GradedBatch, credit: Credit) -> Sequence[int]:
-        """Samples that have a gradient: all of them, unless zero advantages are known to have none."""
+    def _with_gradient(self, batch: GradedBatch, credit: Credit) -> Sequence[int]:
+        """Indices of the samples that have a gradient: all samples, unless zero advantages are known to give no gradient."""
         if not self._algorithm.skips_zero_advantages or self._config.training.routing.has_losses:
             return range(len(batch.samples))
         sequence_N = batch.credit.outcomes.sequence_N
         return torch.unique(sequence_N[credit.advantages_N != 0]).tolist()
 
     def _prepare_step(
-        self, samples: Sequence[Sample], tokens: TokenData, step: list[int], pulling: set[int]
+        self, samples: Sequence[Sample], tokens: TokenData, step: list[int], with_gradient: set[int]
     ) -> tuple[MicroBatch, ...]:
-        """Samples without a gradient still count in the denominators."""
+        """Pack the samples of an optimizer step that have a gradient. The other samples still count in the denominators."""
         counts = _counts([samples[number] for number in step])
-        chosen = [number for number in step if number in pulling]
-        micro_batches = self._micro_batches(samples, tokens, chosen, counts, self._limits())
+        chosen = [number for number in step if number in with_gradient]
+        micro_batches = self._micro_batches(samples, tokens, chosen, counts, self._packing_limits())
         return tuple(self._with_loss_signals(micro_batches, tokens))
 
     def _with_loss_signals(self, micro_batches: list[MicroBatch], tokens: TokenData) -> list[MicroBatch]:
+        """Add the anchor and reference logprobs that the loss needs, unless credit needed them already."""
         signals = self._fallback.loss_signals
         if Signal.ANCHOR in signals and tokens.anchor_logprobs_N is None:
             found = self._policy.logprobs(micro_batches, Policy.CURRENT)
@@ -326,12 +348,13 @@ class Learner:
             micro_batches = [m.with_signals(reference_logprobs_N=each) for m, each in zip(micro_batches, found, strict=True)]
         return micro_batches
 
-    def _gather(self, size: int, places: list[Tensor], parts: list[Tensor]) -> Tensor:
-        """Values at their places in the batch, from all ranks: every place is in some rank's share."""
+    def _gather(self, size: int, indices: list[Tensor], parts: list[Tensor]) -> Tensor:
+        """Assemble values of the whole batch from the shares of all ranks. `indices` are the positions of `parts` in the
+        batch; every position is in some rank's share."""
         values = torch.zeros(size, dtype=torch.float64)
-        if self._policy.share.speaks:
-            for place, part in zip(places, parts, strict=True):
-                values[place] = part.double()
+        if self._policy.share.is_reporter:
+            for index, part in zip(indices, parts, strict=True):
+                values[index] = part.double()
         return reduce_over_ranks(values)
 
     def _micro_batches(
@@ -347,17 +370,17 @@ class Learner:
             samples, tokens, chosen=chosen, counts=counts, rank=share.index, num_ranks=share.count, limits=limits
         )
 
-    def _limits(self) -> PackingLimits:
+    def _packing_limits(self) -> PackingLimits:
         training = self._config.training
         return PackingLimits(
             training.micro_batch_tokens,
             training.row_tokens,
             training.packing,
-            width_multiple=COMPILED_WIDTHS if training.compile else self._policy.share.row_multiple,
+            width_multiple=COMPILED_WIDTH_MULTIPLE if training.compile else self._policy.share.row_multiple,
         )
 
 
-def _build(algorithm: AlgorithmConfig, config: RunConfig) -> Algorithm:
+def _build_algorithm(algorithm: AlgorithmConfig, config: RunConfig) -> Algorithm:
     steps, max_new_tokens = config.training.steps_per_iteration, config.rollout.max_new_tokens
     return build_algorithm(algorithm, num_optimizer_steps=steps, max_new_tokens=max_new_tokens)
 
@@ -365,17 +388,18 @@ def _build(algorithm: AlgorithmConfig, config: RunConfig) -> Algorithm:
 def _build_policy(config: RunConfig, settings: TorchSettings) -> TrainingBackend:
     if config.training.backend is BackendKind.TORCH:
         return TorchBackend(config.model, settings)
-    from roll_core.training.megatron.backend import MegatronBackend, MegatronSettings  # ten seconds, for those who need it
+    from roll_core.training.megatron.backend import MegatronBackend, MegatronSettings  # takes ten seconds
 
     training, seed, temperature = config.training, config.seed, config.rollout.temperature
     return MegatronBackend(config.model, MegatronSettings(training, seed, temperature, settings.device))
 
 
 def teacher_name(number: int) -> str:
+    """Name of the frozen policy of a teacher, by its position in `algorithm.teachers`."""
     return f"teacher {number}"
 
 
-def _left_out(batch: GradedBatch) -> Metrics:
+def _left_out_metrics(batch: GradedBatch) -> Metrics:
     return {"sample/without_baseline": float(batch.num_without_baseline)} if batch.num_without_baseline else {}
 
 
@@ -412,6 +436,7 @@ def _mean_over_steps(per_step: list[Metrics]) -> Metrics:
 
 
 def _split_evenly(numbers: list[int], parts: int) -> list[list[int]]:
-    """Consecutive parts whose sizes differ by at most one; whole groups stay together while none of them is left out."""
+    """Split into consecutive parts whose sizes differ by at most one; drop empty parts. Whole groups stay together as long
+    as no sample of the batch is left out."""
     bounds = [len(numbers) * part // parts for part in range(parts + 1)]
     return [numbers[start:end] for start, end in pairwise(bounds) if end > start]

@@ -1,4 +1,4 @@
-"""What a loss is given, from a micro-batch and its scores: the same for every backend."""
+"""Assembly of a loss's inputs from a micro-batch and its scores; shared by all backends."""
 
 import torch
 
@@ -8,11 +8,12 @@ from roll_core.training.scorer import Scored
 
 
 def loss_inputs(batch: MicroBatch, scored: Scored) -> LossInputs:
+    """Combine a micro-batch and its scores into the inputs of a loss."""
     tokens, logprobs_N = batch.tokens, scored.logprobs_N
     return LossInputs(
         policy_logprobs_N=logprobs_N,
         entropies_N=scored.entropies_N,
-        # One optimizer step: the policy is still the anchor.
+        # Without anchor logprobs there is only one optimizer step, in which the policy is its own anchor.
         anchor_logprobs_N=logprobs_N.detach() if tokens.anchor_logprobs_N is None else tokens.anchor_logprobs_N,
         sampler_logprobs_N=tokens.sampler_logprobs_N,
         advantages_N=tokens.advantages_N,

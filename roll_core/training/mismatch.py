@@ -1,11 +1,12 @@
-"""Whether sampler and trainer agree about the tokens of an iteration: noted where the trainer scores them anyway."""
+"""Measurement of the mismatch: the trainer's against the sampler's logprobs of an iteration's tokens. They are recorded
+where the trainer scores the tokens anyway; `learner.py` acts on the metrics."""
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from roll_core.algorithms.inputs import LossFn, LossInputs, LossOutputs
-from roll_core.algorithms.mismatch import MismatchSums, measure, quantities
+from roll_core.algorithms.mismatch import MismatchSums, measure_mismatch, mismatch_metrics
 from roll_core.batching.token_data import TokenData
 from roll_core.config.training.mismatch import MISMATCH
 from roll_core.training.base import Share
@@ -14,45 +15,47 @@ from roll_core.weights.ranks import reduce_over_ranks
 
 
 class MismatchMeter:
-    """Collects log(trainer / sampler) of this rank's tokens, if it speaks for them. Nothing is measured before all are
-    there, so that a device does not wait for it after every micro-batch."""
+    """Recorder of log(trainer / sampler) of this rank's tokens. Only the reporter of a share records. Statistics are
+    computed once, in `metrics`, so that the device need not synchronize after every micro-batch."""
 
     def __init__(self, share: Share) -> None:
         self._share = share
         self._log_ratios: list[Tensor] = []
-        self._are_fresh: list[Tensor] = []
+        self._is_fresh: list[Tensor] = []
 
-    def note_anchors(self, tokens: TokenData) -> None:
-        """What the trainer said of tokens before it moved."""
+    def record_anchors(self, tokens: TokenData) -> None:
+        """Record the anchor logprobs: the trainer's logprobs before its first optimizer step."""
         assert tokens.anchor_logprobs_N is not None
-        self._note(tokens.anchor_logprobs_N, tokens.sampler_logprobs_N, tokens.is_fresh_N)
+        self._record(tokens.anchor_logprobs_N, tokens.sampler_logprobs_N, tokens.is_fresh_N)
 
-    def noting(self, loss: LossFn) -> LossFn:
-        """The same loss, which notes the policy's logprobs on the way."""
+    def recording(self, loss: LossFn) -> LossFn:
+        """Return the same loss, wrapped to record the policy's logprobs on every call."""
 
-        def noted(inputs: LossInputs) -> LossOutputs:
+        def recorded_loss(inputs: LossInputs) -> LossOutputs:
             assert inputs.is_fresh_N is not None
-            self._note(inputs.policy_logprobs_N.detach(), inputs.sampler_logprobs_N, inputs.is_fresh_N)
+            self._record(inputs.policy_logprobs_N.detach(), inputs.sampler_logprobs_N, inputs.is_fresh_N)
             return loss(inputs)
 
-        return noted
+        return recorded_loss
 
     def metrics(self) -> Metrics:
-        """Of the tokens of all ranks. Fresh ones are of the weights in training; without any there is only their number."""
+        """Mismatch metrics over the tokens of all ranks: of fresh tokens, sampled by the weights in training, and of stale
+        ones (`stale_...`). Without fresh tokens only their number, 0, is reported for them."""
         log_ratio_N = torch.cat([torch.empty(0), *(part.cpu() for part in self._log_ratios)])
-        is_fresh_N = torch.cat([torch.empty(0, dtype=torch.bool), *(part.cpu() for part in self._are_fresh)])
-        fresh, stale = (_of_all_ranks(measure(log_ratio_N[chosen_N])) for chosen_N in (is_fresh_N, ~is_fresh_N))
-        found = {"fresh_tokens": fresh.sums[0].item()} | quantities(fresh)
-        found |= {f"stale_{name}": value for name, value in quantities(stale).items()}
+        is_fresh_N = torch.cat([torch.empty(0, dtype=torch.bool), *(part.cpu() for part in self._is_fresh)])
+        fresh, stale = (_sum_over_ranks(measure_mismatch(log_ratio_N[chosen_N])) for chosen_N in (is_fresh_N, ~is_fresh_N))
+        found = {"fresh_tokens": fresh.sums[0].item()} | mismatch_metrics(fresh)
+        found |= {f"stale_{name}": value for name, value in mismatch_metrics(stale).items()}
         return {f"{MISMATCH}{name}": value for name, value in found.items()}
 
-    def _note(self, trainer_logprobs_N: Tensor, sampler_logprobs_N: Tensor, is_fresh_N: Tensor) -> None:
-        if self._share.speaks:
+    def _record(self, trainer_logprobs_N: Tensor, sampler_logprobs_N: Tensor, is_fresh_N: Tensor) -> None:
+        if self._share.is_reporter:
             self._log_ratios.append(trainer_logprobs_N - sampler_logprobs_N)
-            self._are_fresh.append(is_fresh_N)
+            self._is_fresh.append(is_fresh_N)
 
 
-def _of_all_ranks(part: MismatchSums) -> MismatchSums:
+def _sum_over_ranks(part: MismatchSums) -> MismatchSums:
+    """Merge the statistics of all ranks: sums and counts are added, extremes maximized."""
     return MismatchSums(
         sums=reduce_over_ranks(part.sums),
         counts_B=reduce_over_ranks(part.counts_B),

@@ -1,9 +1,10 @@
 """Logprobs, entropies and divergences of the trained tokens of a micro-batch, one chunk of logits at a time.
 
-Only positions that predict a trained token reach the output layer. A chunk's logits live in one buffer that is overwritten
-step by step; the backward pass computes them anew, so that none are kept. Ranks may share out the vocabulary: each computes
-the logits of its part, and what is read off them is put together. Shapes: N trained tokens, C tokens of a chunk, H hidden, V
-vocabulary, or a rank's part of it.
+Only positions that predict a trained token reach the output layer. A chunk's logits occupy one buffer that is overwritten
+step by step. The backward pass computes them anew, so that none are kept. The vocabulary may be sharded over ranks: each
+rank computes the logits of its slice, and the scores are all-reduced.
+
+Shapes: N trained tokens, C tokens of a chunk, H hidden features, V vocabulary, or a rank's slice of it.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from roll_core.batching.micro_batch import MicroBatch
 
 
 class Scored(NamedTuple):
-    """`divergences_N` is KL(policy || reference) over the whole vocabulary, where a reference was given."""
+    """Scores of trained tokens. `divergences_N` is KL(policy || reference) over the full vocabulary; None without a
+    reference."""
 
     logprobs_N: Tensor
     entropies_N: Tensor
@@ -27,7 +29,7 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True)
 class ReferenceStates:
-    """The last hidden states of another policy for the same trained tokens, and its output layer."""
+    """Last hidden states of another policy at the same trained tokens, and its output layer."""
 
     hidden_NH: Tensor
     output_VH: Tensor
@@ -35,22 +37,26 @@ class ReferenceStates:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The part of it whose logits this rank computes: from token `start` on; with no `group`, all of it."""
+    """Slice of the vocabulary whose logits this rank computes, beginning with token `start`. Without a `group` it is the
+    whole vocabulary."""
 
     start: int = 0
     group: dist.ProcessGroup | None = None
 
     def sum(self, part: Tensor) -> Tensor:
+        """All-reduce `part` by sum, in place, over the ranks that share the vocabulary; return it."""
         if self.group is not None:
             dist.all_reduce(part, group=self.group)
         return part
 
     def max(self, part: Tensor) -> Tensor:
+        """All-reduce `part` by maximum, in place, over the ranks that share the vocabulary; return it."""
         if self.group is not None:
             dist.all_reduce(part, dist.ReduceOp.MAX, group=self.group)
         return part
 
     def logsumexp(self, logits_CV: Tensor) -> Tensor:
+        """Log-sum-exp [C, 1] of the logits over the whole vocabulary."""
         part_C = logits_CV.logsumexp(1, keepdim=True)
         if self.group is None:
             return part_C
@@ -58,17 +64,20 @@ class Vocabulary:
         return highest_C + self.sum((part_C - highest_C).exp()).log()
 
     def locate(self, targets_C: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Columns [C, 1] of targets among the logits here, and whether they are here; those that are not get any column."""
+        """Return the columns [C, 1] of targets in this rank's slice of `size` tokens, and whether each target is in the
+        slice. A target outside the slice gets an arbitrary column."""
         column_C = targets_C[:, None] - self.start
         is_here_C = (column_C >= 0) & (column_C < size)
         return column_C.clamp(0, size - 1), is_here_C
 
 
 WHOLE = Vocabulary()
+"""Whole vocabulary on one rank."""
 
 
 class TokenScorer(nn.Module):
-    """A module of its own, so that sharding hooks see one forward call around everything that needs weights."""
+    """Model that scores trained tokens. It is a module of its own, so that sharding hooks see one forward call around
+    everything that needs weights."""
 
     def __init__(self, model: PreTrainedModel, temperature: float, chunk_tokens: int):
         super().__init__()
@@ -78,17 +87,18 @@ class TokenScorer(nn.Module):
         self._chunk_tokens = chunk_tokens
 
     def forward(self, micro_batch: MicroBatch, reference: ReferenceStates | None = None) -> Scored:
+        """Score the trained tokens of a micro-batch."""
         hidden_RTH = last_hidden_states(self.model.base_model, micro_batch)
         hidden_NH = hidden_RTH.flatten(0, 1)[micro_batch.predicted_by_N]
         output_VH = self.model.get_output_embeddings().weight
         if not len(hidden_NH):
-            return nothing_scored(hidden_RTH, output_VH, reference)
+            return empty_scores(hidden_RTH, output_VH, reference)
         return score_tokens(
             hidden_NH, output_VH, micro_batch.target_ids_N, reference, self._temperature, self._chunk_tokens, WHOLE
         )
 
     def reference_states(self, micro_batch: MicroBatch) -> ReferenceStates:
-        """What another policy needs of this one to be compared with it over the whole vocabulary."""
+        """Compute the states by which another policy is compared with this one over the full vocabulary."""
         hidden_RTH = last_hidden_states(self.model.base_model, micro_batch)
         return ReferenceStates(
             hidden_RTH.flatten(0, 1)[micro_batch.predicted_by_N], self.model.get_output_embeddings().weight
@@ -104,7 +114,8 @@ def score_tokens(
     chunk_tokens: int,
     vocabulary: Vocabulary,
 ) -> Scored:
-    """Where the vocabulary is shared out, the gradient of hidden states is this rank's part of it: who gave them adds up."""
+    """Score trained tokens from their hidden states, chunk by chunk. With a sharded vocabulary the gradient of `hidden_NH`
+    covers this rank's slice only: the caller's backward pass must sum it over ranks."""
     scores = ScoreTokens.apply(
         hidden_NH,
         output_VH,
@@ -112,24 +123,26 @@ def score_tokens(
         None if reference is None else reference.hidden_NH,
         None if reference is None else reference.output_VH,
         temperature,
-        # At least in quarters: logits of a whole micro-batch never exist at once, however small it is.
+        # At least four chunks: the logits of a whole micro-batch never exist at once, however small it is.
         min(chunk_tokens, -(-len(hidden_NH) // 4)),
         vocabulary,
     )
     return Scored(*scores)
 
 
-def nothing_scored(hidden: Tensor, output_VH: Tensor, reference: ReferenceStates | None) -> Scored:
-    """The zero still hangs on every weight, so that all ranks run the same backward collectives."""
+def empty_scores(hidden: Tensor, output_VH: Tensor, reference: ReferenceStates | None) -> Scored:
+    """Scores of no tokens. They have a zero gradient for every weight, so that all ranks run the same backward
+    collectives."""
     nothing = ((hidden.sum() + output_VH.sum()) * 0.0).float().expand(0)
     return Scored(nothing, nothing, nothing if reference is not None else None)
 
 
 def last_hidden_states(base_model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
+    """Run the model without its output layer and return the last hidden states [R, T, H]."""
     embedded_RTH = base_model.get_input_embeddings()(micro_batch.token_ids_RT)
     device = embedded_RTH.device.type
     if torch.is_autocast_enabled(device):
-        # Layers add to what they are given, in its precision: from float32 on, all of them would move twice the bytes.
+        # The residual stream keeps the dtype of the embeddings: in float32 every layer would move twice the bytes.
         embedded_RTH = embedded_RTH.to(torch.get_autocast_dtype(device))
     return base_model(
         inputs_embeds=embedded_RTH,
@@ -140,8 +153,8 @@ def last_hidden_states(base_model: PreTrainedModel, micro_batch: MicroBatch) -> 
 
 
 class ScoreTokens(torch.autograd.Function):
-    """Output layer, softmax and what is read off it, fused: with p the policy's and q the reference's distribution,
-    log p(target), H = -sum p log p and D = sum p (log p - log q). Only log-normalisers are kept for the backward pass."""
+    """Fused output layer, softmax and scores: log p(target), H = -sum p log p and D = sum p (log p - log q), with p the
+    policy's and q the reference's distribution. Only log-normalisers are kept for the backward pass."""
 
     @staticmethod
     def forward(
@@ -221,7 +234,8 @@ def _score_chunks(
     arithmetic: "_Arithmetic",
     chunk_tokens: int,
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor]:
-    """Scores, and the log-normalisers. One [C, V] buffer a chunk: logits, then probabilities, then -p log p."""
+    """Return the scores and the log-normalisers. A chunk has one [C, V] buffer: logits, then probabilities, then -p log
+    p."""
     output, vocabulary = output_VH.to(arithmetic.dtype), arithmetic.vocabulary
     logprobs, entropies, normalizers, divergences = [], [], [], []
     for start in range(0, len(hidden_NH), chunk_tokens):
@@ -248,7 +262,8 @@ def _score_chunks(
 
 @dataclass(frozen=True)
 class _Arithmetic:
-    """Products in `dtype` (that of autocast, where it is on), everything else at least in float32."""
+    """Dtypes of the computation: products in `dtype` (autocast's, where autocast is on), everything else in `wide`, at least
+    float32."""
 
     dtype: torch.dtype
     wide: torch.dtype
@@ -257,12 +272,13 @@ class _Arithmetic:
 
     @staticmethod
     def current(weight: Tensor, temperature: float, vocabulary: Vocabulary) -> "_Arithmetic":
+        """Build the arithmetic for an output layer under the autocast state in force."""
         device = weight.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         return _Arithmetic(dtype, torch.promote_types(dtype, torch.float32), temperature, vocabulary)
 
     def logits(self, hidden_CH: Tensor, output_VH: Tensor) -> Tensor:
-        """A buffer of the caller's own, to overwrite."""
+        """Return logits [C, V], divided by the temperature, in a new buffer that the caller may overwrite."""
         return (hidden_CH.to(self.dtype) @ output_VH.T).to(self.wide).div_(self.temperature)
 
     def logprobs(self, hidden_CH: Tensor, output_VH: Tensor) -> Tensor:
@@ -271,5 +287,5 @@ class _Arithmetic:
 
 
 def _expected(probabilities_CV: Tensor, values_CV: Tensor) -> Tensor:
-    """sum p v for each token, without a buffer for the products."""
+    """Return sum p v for each token, without a buffer for the products."""
     return torch.bmm(probabilities_CV[:, None, :], values_CV[:, :, None]).flatten()

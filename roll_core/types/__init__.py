@@ -1,1 +1,1 @@
-"""Torch-free frozen records: what crosses a process, a disk or a wire."""
+"""Frozen, torch-free types of all data that is stored or passed between processes."""

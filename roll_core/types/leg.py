@@ -1,4 +1,4 @@
-"""A leg, as those see it who launch it, wait for it and are it: where it runs, and how it ended."""
+"""Types about legs: the allocation a leg runs in, and how it ended. Shared by launchers, flows and the leg itself."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,30 +10,28 @@ from roll_core.types.refs import Record
 
 
 class LegEnding(StrEnum):
-    """Why a leg is over. `flows/rlvr.py` has what follows from each."""
+    """Reason why a leg ended. `flows/rlvr.py` decides what follows from each."""
 
     FINISHED = "finished"
-    """The run has nothing left to do."""
+    """The run's last iteration is committed."""
     WALLTIME = "walltime"
-    """Its time was up."""
+    """The allocation's time limit was reached, or nearly so."""
     PREEMPTED = "preempted"
-    """It was asked to make way."""
+    """The leg was asked to end before its time limit."""
     NODE_FAIL = "node_fail"
-    """A machine, or Ray on it, was lost."""
+    """A node failed, or Ray on it."""
     OUT_OF_MEMORY = "out_of_memory"
-    """It took more memory than the allocation has."""
+    """The leg used more memory than its allocation has."""
     CANCELLED = "cancelled"
-    """Somebody cancelled its job."""
+    """A user or an administrator cancelled the leg's job."""
     FENCED = "fenced"
-    """Another leg has the run: this one must not go on."""
+    """Another leg owns the run. This leg must not continue."""
     FAILED = "failed"
-    """Anything else; `LegEnded.failure` says whether it can pass."""
+    """Any other failure. `LegEnded.failure` says whether it is transient."""
 
 
 class LegEnded(Record):
-    """Why a leg ended, as the outer flow reads it.
-
-    `failure` is null where nothing failed; `log` is what the leg's process wrote.
+    """Receipt of a leg: why it ended and how far the run is.
 
     Example: LegEnded(run_id="quickstart-3", leg=1, ending="finished", last_iteration=40)
     """
@@ -42,22 +40,25 @@ class LegEnded(Record):
     leg: int
     ending: LegEnding
     last_iteration: int | None
-    """That was committed, -1 for none; null where the store could not be asked."""
+    """Number of the last committed iteration; -1 for none; null if the store was down."""
     cause: str = ""
+    """Cause of the ending in one sentence; empty if nothing failed."""
     failure: FailureClass | None = None
+    """Class of the failure; null if nothing failed."""
     log: str = ""
+    """Path of the leg's log."""
     lost_nodes: tuple[str, ...] = ()
-    """Machines to blame, where it is known."""
+    """Names of nodes that failed, as far as they are known."""
 
 
 @dataclass(frozen=True)
 class LegAllocation:
-    """What a leg is told by whoever launched it about where it is."""
+    """Allocation that a leg runs in, as the launcher describes it to the leg."""
 
     ends_at: Callable[[], float]
-    """When the allocation ends, in seconds since the epoch; it may be moved while the leg runs."""
+    """Function that returns when the allocation ends, in seconds since the epoch. The end may move while the leg runs."""
     ray_address: Callable[[], str] | None = None
-    """Of the Ray cluster that is started for this leg on all of its nodes, once its head is up; null if the leg starts one,
-    on this machine."""
+    """Function that waits for the leg's Ray head and returns its address. None if the leg must start Ray itself, on this
+    machine."""
     scratch: Path | None = None
-    """A folder on a disk of this node that goes with the leg; null if there is none."""
+    """Folder on this node's local disk that is deleted with the leg; None if there is none."""

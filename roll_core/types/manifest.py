@@ -1,7 +1,7 @@
-"""Receipts of the stages, and the manifest that makes an iteration have happened.
+"""Receipts of the stages of an iteration, and the manifest that commits the iteration.
 
-Flows pass receipts between tasks and decide by them; a manifest names everything an iteration produced and is
-written last. A run is the chain of its manifests.
+Tasks return receipts, and flows pass them to later tasks and decide by them. A manifest names everything that an iteration
+produced and is written last. A run is the chain of its manifests.
 """
 
 from enum import StrEnum
@@ -12,61 +12,75 @@ from pydantic import Field
 from roll_core.types.refs import ArtifactRef, Record
 
 Metrics = dict[str, float]
-"""Quantities by name, `area/quantity`: {"reward/mean": 0.41, "update/clip_fraction": 0.02}."""
+"""Metrics by name, `area/quantity`. Example: {"reward/mean": 0.41, "update/clip_fraction": 0.02}"""
 
 
 class Receipt(Record):
-    """What a stage answers. `seconds` is filled in by the task that ran it."""
+    """Receipt that a stage returns; the base of all receipts."""
 
     seconds: float = 0.0
+    """Duration of the stage in seconds. The task decorator fills it in."""
     metrics: Metrics = Field(default_factory=dict)
 
 
 class CollectRequest(Record):
-    """Which groups to generate: `num_groups` of the problems from `first_problem` on, by weights `weights_version`. Those
-    are the next ones of the stream, unless a filter leaves some out.
+    """Request to collect the groups of an iteration.
 
-    `parent` is the digest of the manifest this iteration builds on, so that the same request means the same rollouts.
+    The groups are those of the next problems of the stream, unless `rollout.filter` leaves some out.
 
     Example: CollectRequest(iteration=4, parent="ab12...", weights_version=3, first_problem=96, num_groups=32)
     """
 
     iteration: int
     parent: str
+    """Digest of the manifest that this iteration builds on. Equal requests therefore mean equal rollouts."""
     weights_version: int
+    """Version of the weights that the iteration starts from."""
     first_problem: int
+    """Index in the problem stream of the first problem to draw."""
     num_groups: int
+    """Number of groups in the batch."""
 
     @property
     def request_id(self) -> str:
+        """Id of the request. Roles return the first reply to a repeated id."""
         return f"{self.iteration}/{self.parent[:16]}"
 
 
 class DrawOutcome(StrEnum):
-    """What became of a problem. FILTERED: attempts were graded, and all left out by rollout.filter or masked. FAILED: none
-    could be graded. ABORTED: it was redundant, or no attempt came to an end."""
+    """Outcome of a problem that was drawn."""
 
     TRAINED = "trained"
+    """At least one of its trajectories is trained on."""
     FILTERED = "filtered"
+    """Its attempts were graded, and `rollout.filter` or a mask left out all of them."""
     FAILED = "failed"
+    """None of its attempts could be graded."""
     ABORTED = "aborted"
+    """It was redundant, or none of its attempts was finished."""
 
     @property
     def letter(self) -> str:
+        """Letter of the outcome in `Draws.outcomes`."""
         return self.value[0] if self is not DrawOutcome.FAILED else "x"
 
 
 class Draw(Record):
-    """Example: Draw(problem=97, iteration=4, outcome="trained")"""
+    """One problem that an iteration drew, with its outcome.
+
+    Example: Draw(problem=97, iteration=4, outcome="trained")
+    """
 
     problem: int
-    """Its place in the stream of problems."""
+    """Index of the problem in the problem stream."""
     iteration: int
     outcome: DrawOutcome
 
 
 class Draws(Record):
-    """The problems an iteration drew, from `first` on, a letter each: t(rained), f(iltered), x (failed), a(borted).
+    """Outcomes of the consecutive problems that an iteration drew, starting with problem `first`.
+
+    `outcomes` has one letter per problem: t(rained), f(iltered), x (failed), a(borted).
 
     Example: Draws(first=96, outcomes="tttftttx")
     """
@@ -76,59 +90,66 @@ class Draws(Record):
 
     @property
     def next(self) -> int:
-        """Where the next iteration draws from."""
+        """Index of the first problem that the next iteration draws."""
         return self.first + len(self.outcomes)
 
-    def each(self, iteration: int) -> list[Draw]:
+    def expand(self, iteration: int) -> list[Draw]:
+        """Return one Draw per problem."""
         outcome_of = {outcome.letter: outcome for outcome in DrawOutcome}
         return [
-            Draw(problem=self.first + place, iteration=iteration, outcome=outcome_of[letter])
-            for place, letter in enumerate(self.outcomes)
+            Draw(problem=self.first + offset, iteration=iteration, outcome=outcome_of[letter])
+            for offset, letter in enumerate(self.outcomes)
         ]
 
 
 class Collected(Receipt):
-    """A batch of finished groups, in the store and in the roles' memory."""
+    """Receipt of `collect`: a batch of finished groups, in the store and in the roles' memory."""
 
     request: CollectRequest
     trajectories: ArtifactRef
     num_trajectories: int
     num_failed: int
+    """Number of trajectories that could not be finished or graded."""
     num_tokens: int
+    """Number of completion tokens of all trajectories."""
     draws: Draws
-    """Outcome of every problem drawn. TRAINED: its trajectories are in this batch; `prepare` may still mask some of them."""
+    """Outcomes of the problems drawn. TRAINED here means that trajectories of the problem are in this batch; `prepare` may
+    still mask some of them."""
     trace: ArtifactRef
-    """What happened to every attempt, and when."""
+    """Trace of every attempt: its states and times."""
 
 
 class Prepared(Receipt):
-    """Samples with advantages and the logprobs the algorithm declared, resident with the trainer ranks."""
+    """Receipt of `prepare`: samples with advantages and logprobs are in the memory of the trainer ranks."""
 
     collected: Collected
     draws: Draws
+    """Outcomes of the problems drawn, after the masks of `prepare`."""
     num_samples: int
     num_trained_tokens: int
 
 
 class Updated(Receipt):
-    """The optimizer has moved: the trainer now holds `weights_version`. `controllers` is what adapts between iterations, for
-    example the weight of a KL: part of every checkpoint, shown here for whoever reads a manifest."""
+    """Receipt of `update`: the optimizer has stepped, and the trainer holds `weights_version`."""
 
     iteration: int
     weights_version: int
     controllers: dict[str, Any] = Field(default_factory=dict)
+    """Values that the algorithm adapts between iterations, for example the weight of a KL penalty. For information only:
+    every checkpoint contains them."""
 
 
 class Published(Receipt):
-    """Every engine generates with `weights_version` from here on; the digest is over names, shapes and bytes."""
+    """Receipt of `publish`: every engine generates with `weights_version` from now on."""
 
     weights_version: int
     weights_digest: str
+    """Digest over the names, shapes and bytes of all tensors."""
     num_bytes: int
 
 
 class Evaluated(Receipt):
-    """Held-out accuracy of `weights_version`, greedy."""
+    """Receipt of `evaluate`: accuracy of `weights_version` on held-out problems, with greedy decoding."""
 
     weights_version: int
     num_problems: int
@@ -137,16 +158,18 @@ class Evaluated(Receipt):
 
 
 class Checkpointing(Receipt):
-    """A copy of all that learning goes on from was made; it is being stored beside what follows. `seconds` is how long the
-    trainer waited."""
+    """Receipt of `checkpoint`: a snapshot of the training state was taken, and its upload runs beside the next stages.
+
+    `seconds` is how long the trainer waited.
+    """
 
     iteration: int
 
 
 class Manifest(Record):
-    """One committed iteration. Iteration 0 is the policy training starts from (after any warm start).
+    """Manifest of one committed iteration. Iteration 0 is the policy that training starts from, after any warm start.
 
-    There is no state of a random generator in it: every seed is derived from the config's and from where it is used.
+    It holds no random generator state: every seed is derived from the config's seed and from its use (`roll_core.seeds`).
 
     Example: Manifest(run_id="quickstart-3", iteration=4, parent="ab12...", config_digest="1b4f...", leg=1,
     weights_version=4, weights_digest="77d0...", next_problem=128, collected=Collected(...), evaluated=None,
@@ -156,35 +179,44 @@ class Manifest(Record):
     run_id: str
     iteration: int
     parent: str
+    """Digest of the manifest before this one; NO_PARENT for iteration 0."""
     config_digest: str
     leg: int
     weights_version: int
     weights_digest: str
     """Digest of the policy after this iteration."""
     next_problem: int
-    """The cursor: all problems before it were drawn by this iteration or one before."""
+    """Cursor into the problem stream: this iteration and earlier ones drew all problems before it."""
     draws: Draws | None = None
-    """This iteration's page of the problem ledger."""
+    """Entries of this iteration in the problem ledger; null for iteration 0."""
     controllers: dict[str, Any] = Field(default_factory=dict)
+    """Values that the algorithm adapts between iterations, see `Updated.controllers`."""
     code: str = ""
-    """Version and digest of the sources that ran."""
+    """Version and digest of the source code that ran."""
     nodes: tuple[str, ...] = ()
-    """Where they ran."""
+    """Names of the nodes that the leg ran on."""
     collected: Collected | None
+    """Receipt of `collect`; null for iteration 0."""
     evaluated: Evaluated | None
+    """Receipt of `evaluate`; null if no evaluation was due."""
     metrics: Metrics
     timings: dict[str, float]
+    """Seconds of each stage; `wall` is the time since the previous commit."""
     committed_at: str
+    """Time of the commit, ISO 8601 in UTC."""
 
     @property
     def artifacts(self) -> list[ArtifactRef]:
-        """What must be in the store before this can be committed."""
+        """Artifacts that must be in the store before this manifest can be committed."""
         rollouts = [stage.trajectories for stage in (self.collected, self.evaluated) if stage is not None]
         return rollouts if self.collected is None else [*rollouts, self.collected.trace]
 
 
 class Difference(Record):
-    """Example: Difference(quantity="update/loss", committed="0.0417", replayed="0.0418")"""
+    """One quantity in which a replay differs from the committed iteration.
+
+    Example: Difference(quantity="update/loss", committed="0.0417", replayed="0.0418")
+    """
 
     quantity: str
     committed: str
@@ -192,13 +224,17 @@ class Difference(Record):
 
 
 class Replayed(Receipt):
-    """An iteration's update, made again from its stored rollouts, against what was committed; no difference is the rule."""
+    """Receipt of `replay`: an iteration's update, replayed from stored rollouts and compared with what was committed.
+
+    On the same hardware and code there are no differences.
+    """
 
     run_id: str
     iteration: int
     compared: tuple[str, ...]
+    """Names of the quantities that were compared."""
     differences: tuple[Difference, ...]
 
 
 NO_PARENT = ""
-"""The parent of iteration 0."""
+"""Value of `Manifest.parent` in iteration 0."""

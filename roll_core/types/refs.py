@@ -1,6 +1,6 @@
-"""Names of things that live in the store. Everything large is named by the digest of its bytes.
+"""References to objects in the store. Large objects are content-addressed: their name is the digest of their bytes.
 
-Used by every receipt and manifest; holds no bytes itself.
+Receipts and manifests consist of these references. A reference holds no bytes itself.
 """
 
 import hashlib
@@ -10,20 +10,22 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Record(BaseModel):
-    """Base of what is written to disk or sent between processes: frozen, and strict about unknown fields."""
+    """Base class of all records that are stored or sent between processes: frozen, and without unknown fields."""
 
-    # A metric may be NaN or infinite; as null it could not be read back, and the run could not be resumed.
+    # A metric may be NaN or infinite. As JSON null it could not be read back, and the run could not be resumed.
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
 def digest_of(data: bytes | memoryview) -> str:
-    """SHA-256 in hexadecimal: the name of an artifact."""
+    """SHA-256 digest in hexadecimal, which is also the name of an artifact with these bytes."""
     return hashlib.sha256(data).hexdigest()
 
 
 def record_json(record: Record, indent: int | None = None) -> bytes:
-    """A record as it is stored. Fields that were not set are left out, so that a record written by an earlier version, which
-    did not know them, has the same digest when it is read today."""
+    """Serialize a record to the JSON that is stored. Fields that were not set are left out.
+
+    A record written by an earlier version, which lacked some fields, therefore keeps its digest when it is read today.
+    """
     return record.model_dump_json(exclude_unset=True, indent=indent).encode()
 
 
@@ -33,6 +35,8 @@ def record_digest(record: Record) -> str:
 
 
 class ArtifactKind(StrEnum):
+    """Kind of content of an artifact."""
+
     TRAJECTORIES = "trajectories"
     TRACE = "trace"
     CHECKPOINT_FILE = "checkpoint-file"
@@ -41,7 +45,7 @@ class ArtifactKind(StrEnum):
 
 
 class ArtifactRef(Record):
-    """An immutable object in the store.
+    """Reference to an immutable object in the store.
 
     Example: ArtifactRef(kind="trajectories", digest="9f86d081...", size=18433)
     """
@@ -49,10 +53,11 @@ class ArtifactRef(Record):
     kind: ArtifactKind
     digest: str
     size: int
+    """Size in bytes."""
 
 
 class CheckpointFile(Record):
-    """One file of a checkpoint's or an export's folder, by its name there.
+    """One file of a checkpoint or an export, with its name in the folder.
 
     Example: CheckpointFile(name="__0_0.distcp", artifact=ArtifactRef(...))
     """
@@ -62,7 +67,7 @@ class CheckpointFile(Record):
 
 
 class CheckpointRef(Record):
-    """Weights and optimizer state after an iteration, as the files of a torch.distributed.checkpoint folder.
+    """Reference to a checkpoint: weights and optimizer state after an iteration, as torch.distributed.checkpoint files.
 
     Example: CheckpointRef(iteration=10, weights_version=10, weights_digest="77d0...", files=(CheckpointFile(...), ...))
     """
@@ -75,41 +80,45 @@ class CheckpointRef(Record):
 
     @property
     def size(self) -> int:
+        """Size of all files in bytes."""
         return sum(file.artifact.size for file in self.files)
 
 
 class ExportRef(Record):
-    """The policy after an iteration as a Hugging Face folder: safetensors, config, tokenizer.
+    """Reference to an export: the policy after an iteration as a Hugging Face folder (safetensors, config, tokenizer).
 
     Example: ExportRef(iteration=40, weights_digest="77d0...", files=(CheckpointFile(name="config.json", ...), ...))
     """
 
     iteration: int
     weights_digest: str
-    """That of the iteration's manifest."""
+    """The `weights_digest` of the iteration's manifest."""
     files: tuple[CheckpointFile, ...]
 
     @property
     def size(self) -> int:
+        """Size of all files in bytes."""
         return sum(file.artifact.size for file in self.files)
 
 
 class StoredBucket(Record):
-    """Some tensors of stored weights, as bytes one after another.
+    """Bucket of stored weights: the bytes of some tensors, concatenated.
 
     Example: StoredBucket(number=0, size=268435456, digest="1f3a...", artifact=ArtifactRef(kind="weights", ...))
     """
 
     number: int
+    """Index of the bucket within the weights version."""
     size: int
+    """Size of the full bytes."""
     digest: str
-    """Of its bytes, whole."""
+    """Digest of the bucket's full bytes."""
     artifact: ArtifactRef
-    """Its bytes, or how they differ from those of the version before."""
+    """Stored object: the full bytes, or their difference to the bucket of the base version."""
 
 
 class WeightsRef(Record):
-    """Numbered weights in the store, for engines to read.
+    """Reference to one weights version in the store, from which engines read it (transport `store`).
 
     Example: WeightsRef(run_id="quickstart-3", version=12, weights_digest="77d0...", base="runs/quickstart-3/weights/...",
     layout=ArtifactRef(...), buckets=(StoredBucket(...), ...), check=ArtifactRef(...))
@@ -118,26 +127,28 @@ class WeightsRef(Record):
     run_id: str
     version: int
     weights_digest: str
-    """That of the manifest which commits this version."""
+    """The `weights_digest` of the manifest that commits this version."""
     base: str | None
-    """The record of the version that buckets are differences to; null where they are whole."""
+    """Name of the record of the base version, to which the buckets are differences; null if they hold full bytes."""
     layout: ArtifactRef
-    """Names, kinds and shapes of the tensors in every bucket."""
+    """Names, dtypes and shapes of the tensors in every bucket."""
     buckets: tuple[StoredBucket, ...]
     check: ArtifactRef
-    """What an engine compares with when it has taken them over."""
+    """Names of all tensors and samples of their values. An engine compares them with the weights it has loaded."""
 
     @property
     def artifacts(self) -> list[ArtifactRef]:
+        """Artifacts that this version consists of."""
         return [self.layout, self.check, *(bucket.artifact for bucket in self.buckets)]
 
     @property
     def stored_bytes(self) -> int:
+        """Size of all buckets in the store, in bytes."""
         return sum(bucket.artifact.size for bucket in self.buckets)
 
 
 class RunRef(Record):
-    """Where a run lives. Enough, with the store, to find its config and everything it committed.
+    """Reference to a run. It suffices to find the run's config and everything it committed.
 
     Example: RunRef(run_id="quickstart-3", store_uri="file:///home/ada/roll-data", config_digest="1b4f0e98...")
     """
@@ -146,4 +157,4 @@ class RunRef(Record):
     store_uri: str
     config_digest: str
     retry_seconds: float = 300.0
-    """The config's `store.retry_seconds`, for whoever has to ask the store for the config."""
+    """The config's `store.retry_seconds`. It is kept here for the first read, that of the config itself."""

@@ -1,6 +1,6 @@
-"""What the nightly alarm passes around: what was measured of a reference run, and what that is against earlier ones.
+"""Records of the nightly regression check: measurements of a reference run, and the verdict against accepted runs.
 
-Used by `tracking/baselines.py`, which keeps them in MLflow, `reporting/regression.py`, which judges, and `flows/nightly.py`.
+Used by `tracking/baselines.py` (stores them in MLflow), `reporting/regression.py` (judges) and `flows/nightly.py`.
 """
 
 from enum import StrEnum
@@ -8,45 +8,51 @@ from enum import StrEnum
 from roll_core.types.manifest import Metrics
 from roll_core.types.refs import Record
 
-NOT_LEARNED_FROM = ("store.", "tracking.", "work_dir", "legs.", "nodes.", "deadlines.", "retries.")
+NO_EFFECT_ON_LEARNING = ("store.", "tracking.", "work_dir", "legs.", "nodes.", "deadlines.", "retries.")
+"""Prefixes of the config keys that do not affect what a run learns."""
 
 
 class Origin(Record):
-    """What made a run, beside its config.
+    """Machine, libraries and code that produced a run.
 
     Example: Origin(machine="AMD EPYC 7B13, 2 CPUs", versions="python 3.11.2, torch 2.13.0", code="0.1.0+9f86d081884c")
     """
 
     machine: str
-    """The kind of machine, not which one: seconds of two kinds cannot be compared."""
+    """Kind of machine, not its name. Durations on two kinds of machine cannot be compared."""
     versions: str
+    """Versions of Python and of the libraries that affect results."""
     code: str
+    """Version and digest of our source code."""
 
 
 class Measured(Record):
-    """A finished reference run, as far as the alarm looks at it.
+    """Measurements of a finished reference run.
 
     Example: Measured(reference="quickstart", run_id="quickstart-12", quantities={"accuracy/last": 0.96},
     settings={"seed": "0"}, origin=Origin(...), weights=("77d0a3f1", "0b12c9aa"))
     """
 
     reference: str
-    """The name in the run's config."""
+    """Name of the reference: `name` in the run's config."""
     run_id: str
     quantities: Metrics
+    """Measured values by name, such as final accuracy and seconds per stage."""
     settings: dict[str, str]
-    """`settings_of` its config."""
+    """Config settings that affect learning (`learning_settings`)."""
     origin: Origin
     weights: tuple[str, ...]
-    """Beginnings of the digests of the policy, iteration by iteration."""
+    """Prefixes of the weights digests of all iterations, in order."""
 
 
-def settings_of(flat_config: dict[str, str]) -> dict[str, str]:
-    """A config by dotted keys, without those that say where and how patiently: they change nothing that is learned."""
-    return {key: value for key, value in flat_config.items() if not key.startswith(NOT_LEARNED_FROM)}
+def learning_settings(flat_config: dict[str, str]) -> dict[str, str]:
+    """Return the settings that affect learning, by dotted key: all but where a run stores data and how long it waits."""
+    return {key: value for key, value in flat_config.items() if not key.startswith(NO_EFFECT_ON_LEARNING)}
 
 
 class ComparisonOutcome(StrEnum):
+    """Result of comparing one quantity with the accepted runs."""
+
     WORSE = "worse"
     AS_BEFORE = "as before"
     BETTER = "better"
@@ -54,7 +60,7 @@ class ComparisonOutcome(StrEnum):
 
 
 class Comparison(Record):
-    """One quantity against those of accepted runs.
+    """Comparison of one quantity of a run with the accepted runs.
 
     Example: Comparison(quantity="seconds/update", value=0.31, against="the last 12", centre=0.17, tolerated=0.05,
     outcome="worse")
@@ -62,17 +68,21 @@ class Comparison(Record):
 
     quantity: str
     value: float | None
-    """None if the run does not have it."""
+    """Value in the new run; null if it is missing there."""
     against: str
+    """Description of the accepted runs that it is compared with."""
     centre: float | None = None
-    """The median of the accepted runs; None if there is none to compare with."""
+    """Median of the accepted runs; null if there are none."""
     tolerated: float | None = None
-    """By how much a run may be worse than the centre."""
+    """Largest tolerated distance from `centre`, in the unit of the quantity."""
     outcome: ComparisonOutcome
 
     @property
     def sentence(self) -> str:
-        """Example: seconds/update is 0.31, the median of the last 12 accepted runs 0.17, tolerated 0.05 more or less"""
+        """Sentence that states the comparison.
+
+        Example: seconds/update is 0.31, the median of the last 12 accepted runs 0.17, tolerated 0.05 more or less
+        """
         value = "missing" if self.value is None else f"{self.value:.4g}"
         if self.centre is None or self.tolerated is None:
             return f"{self.quantity} is {value}, {self.against}"
@@ -83,7 +93,7 @@ class Comparison(Record):
 
 
 class Verdict(Record):
-    """Whether a run may stand among the accepted ones, and why not.
+    """Verdict on a reference run: whether it is a regression, and why.
 
     Example: Verdict(reference="quickstart", run_id="quickstart-12", comparisons=(Comparison(...),), defects=(), remarks=())
     """
@@ -92,18 +102,21 @@ class Verdict(Record):
     run_id: str
     comparisons: tuple[Comparison, ...] = ()
     defects: tuple[str, ...] = ()
-    """Reasons that need no statistics: it did not finish, missed a fixed limit, or did not repeat what it should have."""
+    """Defects that need no statistics: the run did not finish, missed a fixed limit, or did not reproduce exactly."""
     remarks: tuple[str, ...] = ()
-    """What somebody who looks for a cause wants to know."""
+    """Observations that help to find a cause."""
 
     @property
     def worse(self) -> tuple[Comparison, ...]:
+        """Comparisons in which the run is worse."""
         return tuple(comparison for comparison in self.comparisons if comparison.outcome is ComparisonOutcome.WORSE)
 
     @property
     def reasons(self) -> tuple[str, ...]:
+        """Reasons why the run is a regression, a sentence each; empty if it is none."""
         return (*self.defects, *(comparison.sentence for comparison in self.worse))
 
     @property
     def is_regression(self) -> bool:
+        """True if the run must not be accepted."""
         return bool(self.reasons)

@@ -1,4 +1,4 @@
-"""Samples: flat trainable token sequences, made from trajectories by `roll_core.batching`."""
+"""Type of samples: flat trainable token sequences, which `roll_core.batching` makes from trajectories."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,9 @@ from roll_core.types.routing import RoutedExperts
 
 @dataclass(frozen=True)
 class Sample:
-    """One token sequence, and which of its tokens are trained: those of completions, not of prompts and observations. What a
-    loss needs to know about the trained tokens is in `TokenData`, for all samples of a batch end to end.
+    """One token sequence with a mask of its trained tokens: completions are trained, prompts and observations are not.
+
+    `TokenData` holds the loss inputs of the trained tokens, concatenated over all samples of a batch.
 
     Example (prompt of 2 tokens, completion of 2): Sample(token_ids=(8, 25, 8, 2), trained=(False, False, True, True))
     """
@@ -16,7 +17,7 @@ class Sample:
     token_ids: tuple[int, ...]
     trained: tuple[bool, ...]
     experts: RoutedExperts | None = None
-    """Which experts its tokens went to in the engine, as far as that is known."""
+    """Experts that the engine routed the tokens to; None if it did not record them."""
 
     def __post_init__(self):
         assert len(self.token_ids) == len(self.trained)
@@ -29,7 +30,7 @@ class Sample:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens before the first trained one: what the samples of a group have in common."""
+        """Number of tokens before the first trained one. The samples of a group share these tokens."""
         return self.trained.index(True)
 
     @property

@@ -1,6 +1,6 @@
-"""What happened to every attempt of an iteration, and when: what timelines are drawn from and simulations are fed with.
+"""Traces of the attempts of an iteration: their times and fates. Timelines and simulations read them.
 
-In memory only (frozen dataclasses); `roll_core.store.records.traces` writes and reads them as Parquet. Times are seconds since the
+In-memory types (frozen dataclasses); `roll_core.store.records.traces` stores them as Parquet. Times are in seconds since the
 epoch, by the clock of the rollout scheduler.
 """
 
@@ -9,20 +9,21 @@ from enum import StrEnum
 
 
 class Fate(StrEnum):
-    """What an attempt came to, in the end."""
+    """Final state of an attempt."""
 
     TRAINED = "trained"
+    """The attempt is part of the batch."""
     FILTERED = "filtered"
-    """Its group was left out by rollout.filter."""
+    """`rollout.filter` left out the attempt's group."""
     FAILED = "failed"
-    """It could not be generated or graded, or its group could not."""
+    """The attempt, or its group, could not be generated or graded."""
     ABORTED = "aborted"
-    """It was redundant: others of its group, or other groups, were there first."""
+    """The attempt was redundant: other attempts of its group, or other groups, finished first."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """An attempt's time with one engine. It has several if an engine died over it or if it was interrupted and resumed.
+    """Time that an attempt spent on one engine. An attempt has several spans if its engine died, or if it was interrupted.
 
     Example: Span(engine="engine 0", begin=1763200000.1, end=1763200002.4, num_tokens=96)
     """
@@ -31,29 +32,33 @@ class Span:
     begin: float
     end: float
     num_tokens: int
-    """Generated there, and kept."""
+    """Number of tokens that the engine generated and the attempt kept."""
 
 
 @dataclass(frozen=True)
 class AttemptTrace:
-    """Example: AttemptTrace(problem=97, attempt=2, fate=Fate.TRAINED, num_prompt_tokens=12, oldest_version=3,
+    """Trace of one attempt.
+
+    Example: AttemptTrace(problem=97, attempt=2, fate=Fate.TRAINED, num_prompt_tokens=12, oldest_version=3,
     drawn_at=1763200000.0, spans=(Span(...),), grading_at=1763200002.5, graded_at=1763200002.7, consumed_at=1763200005.0)
     """
 
     problem: int
-    """Its place in the stream of problems."""
+    """Index of the problem in the problem stream."""
     attempt: int
+    """Number of the attempt within its group."""
     fate: Fate
     num_prompt_tokens: int
     oldest_version: int | None
-    """Of the weights that generated its tokens; None if it has none."""
+    """Oldest weights version that generated a token of the attempt; None if it has no tokens."""
     drawn_at: float
     spans: tuple[Span, ...]
     grading_at: float | None
     graded_at: float | None
     consumed_at: float
-    """When its iteration got its batch."""
+    """Time when the batch of the attempt's iteration was complete."""
 
     @property
     def num_tokens(self) -> int:
+        """Number of generated tokens."""
         return sum(span.num_tokens for span in self.spans)

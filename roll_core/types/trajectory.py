@@ -1,7 +1,7 @@
-"""Problems and attempts at them: the data of a rollout, before it becomes trainable samples.
+"""Types of rollouts: problems, and trajectories before they become trainable samples.
 
-In memory only (frozen dataclasses); `roll_core.store.records.rollouts` writes and reads them as Parquet. Without slots on purpose:
-thousands of these are pickled between roles every iteration, and slotted dataclasses pickle many times slower.
+In-memory types (frozen dataclasses); `roll_core.store.records.rollouts` stores them as Parquet. They have no slots on
+purpose: thousands of them are pickled between roles every iteration, and slotted dataclasses pickle many times slower.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,8 @@ from roll_core.types.routing import RoutedExperts
 
 
 class Speaker(StrEnum):
+    """Author of a chat message."""
+
     SYSTEM = "system"
     USER = "user"
     ASSISTANT = "assistant"
@@ -18,13 +20,15 @@ class Speaker(StrEnum):
 
 @dataclass(frozen=True)
 class Message:
+    """One chat message of a prompt."""
+
     speaker: Speaker
     text: str
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What the policy is asked, with what grading needs.
+    """Problem posed to the policy, with the data that grading needs.
 
     Example: Problem(problem_id="sort/train/17", domain="sort", messages=(Message(Speaker.USER, "40213>"),), answer="01234")
     """
@@ -34,12 +38,12 @@ class Problem:
     messages: tuple[Message, ...]
     answer: str
     recipe: str = ""
-    """How its source makes it again, for a grader that needs more than the answer; most problems have none."""
+    """Parameters from which the source regenerates the problem, for graders that need more than `answer`; "" for most."""
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A problem with a completion to imitate; it need not be right, only well formed.
+    """Problem with a completion to imitate. The completion must be well formed, but need not be correct.
 
     Example: Demonstration(problem=Problem(...), completion="42013")
     """
@@ -49,16 +53,19 @@ class Demonstration:
 
 
 class Ending(StrEnum):
-    """Why generation of a completion ended."""
+    """Reason why the generation of a completion ended."""
 
     STOP = "stop"
+    """The policy produced a stop token."""
     LENGTH = "length"
+    """The completion reached its maximum length."""
     ABORTED = "aborted"
+    """The request was aborted."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One completion: the tokens the policy was given, those it produced, and who produced each.
+    """One completion: the prompt tokens, the completion tokens, and the logprob and weights version of each of the latter.
 
     Example: Turn(prompt_ids=(8, 4, 6, 25), completion_ids=(4, 6, 8, 2), sampler_logprobs=(-0.1, -0.3, -0.2, -0.0),
     weights_versions=(7, 7, 7, 7), text="023")
@@ -70,9 +77,9 @@ class Turn:
     weights_versions: tuple[int, ...]
     text: str
     reward: float = 0.0
-    """What the environment paid for this turn, beside the score of the whole trajectory."""
+    """Reward that the environment gave for this turn, in addition to the score of the whole trajectory."""
     experts: RoutedExperts | None = None
-    """Which experts the tokens of prompt and completion went to, where the engine records it (training.experts.replay)."""
+    """Experts that the tokens of prompt and completion were routed to; None unless `training.experts.replay` is set."""
 
     def __post_init__(self):
         lengths = {len(self.completion_ids), len(self.sampler_logprobs), len(self.weights_versions)}
@@ -81,7 +88,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Score:
-    """What a reward says of a trajectory: `value` trains, `correct` is what accuracy counts.
+    """Grade of a trajectory: `value` is the reward that is trained on, `correct` counts for accuracy.
 
     Example: Score(value=0.7, correct=False)
     """
@@ -92,7 +99,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a trajectory could not be finished or graded. It is excluded from training and counted.
+    """Reason why a trajectory could not be finished or graded. Such a trajectory is excluded from training and counted.
 
     Example: Failure(stage="grade", cause="reward 'exact_match' could not grade problem sort/train/17: ...")
     """
@@ -102,12 +109,12 @@ class Failure:
 
 
 GREEDY_ATTEMPT = -1
-"""The number of an attempt that was made without chance, as a baseline for the others of its group. It is not trained on."""
+"""Attempt number of a greedy attempt, which is a baseline for the other attempts of its group and is not trained on."""
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One attempt at one problem. Exactly one of `score` and `failure` is set once it is graded.
+    """Trajectory: one attempt at one problem. Once graded, exactly one of `score` and `failure` is set.
 
     Example: Trajectory(problem_id="sort/train/17", domain="sort", group=3, attempt=0, turns=(Turn(...),),
     ending=Ending.STOP, score=Score(1.0, True), failure=None)
@@ -124,4 +131,5 @@ class Trajectory:
 
     @property
     def num_completion_tokens(self) -> int:
+        """Number of completion tokens of all turns."""
         return sum(len(turn.completion_ids) for turn in self.turns)

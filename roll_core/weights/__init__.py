@@ -1,1 +1,1 @@
-"""Moves numbered weights from trainers to engines; neither side knows the other."""
+"""Transport of weights versions from trainer ranks to engines; neither side knows the other."""

@@ -1,4 +1,8 @@
-"""Tensors packed into flat byte buffers of bounded size: few large transfers, and no second full copy of the model."""
+"""Packing of tensors into buckets: flat byte buffers of bounded size.
+
+Buckets make few large transfers out of many tensors, without a second full copy of the model. Trainer ranks pack, engines
+unpack.
+"""
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,11 +17,16 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 Item = TypeVar("Item")
 BUCKET_BYTES = 256 * 1024**2
-"""Large enough that per-transfer cost vanishes, small beside any accelerator's memory."""
+"""Default bucket size in bytes: large enough to amortize the cost of a transfer, small beside any accelerator's memory."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
+    """Name, shape and dtype of one tensor in a bucket.
+
+    Example: TensorEntry("model.norm.weight", (64,), "float32")
+    """
+
     name: str
     shape: tuple[int, ...]
     dtype: str
@@ -25,16 +34,20 @@ class TensorEntry:
 
 @dataclass(frozen=True, eq=False)
 class FlatLayout:
-    """What lies where in flat bytes. One is like no other: to compare hundreds of entries takes longer than to copy them."""
+    """Layout of tensors in flat bytes. Layouts compare by identity, since comparing hundreds of entries takes longer than
+    copying the tensors."""
 
     entries: tuple[TensorEntry, ...]
     starts: tuple[int, ...]
-    """The byte at which each tensor begins."""
+    """Byte offset of each tensor."""
 
 
 @dataclass(frozen=True)
 class WeightsBucket:
-    """Example: WeightsBucket(entries=(TensorEntry("model.norm.weight", (64,), "float32"),), data=<256 bytes>)"""
+    """Bucket whose bytes are in host memory.
+
+    Example: WeightsBucket(entries=(TensorEntry("model.norm.weight", (64,), "float32"),), data=<256 bytes>)
+    """
 
     entries: tuple[TensorEntry, ...]
     data: np.ndarray
@@ -42,18 +55,20 @@ class WeightsBucket:
 
 @dataclass(frozen=True)
 class DeviceBucket:
-    """Tensors in the memory of a GPU, for a process that sees that GPU: of the memory it carries a handle only."""
+    """Bucket in GPU memory, for another process that sees the same GPU. It carries a CUDA IPC handle, not the bytes."""
 
     entries: tuple[TensorEntry, ...]
     starts: tuple[int, ...]
-    """The byte at which each tensor begins."""
+    """Byte offset of each tensor in the shared memory."""
     handle: bytes
+    """Pickled handle that `open_handle` turns back into a tensor."""
     num_bytes: int
+    """Total size of the tensors in bytes."""
 
 
 @dataclass(frozen=True)
 class BroadcastBucket:
-    """One whose bytes come through the group that an engine has joined, to all engines at once."""
+    """Bucket whose bytes arrive through the broadcast group that the engine has joined."""
 
     entries: tuple[TensorEntry, ...]
     num_bytes: int
@@ -65,25 +80,31 @@ Bucket = WeightsBucket | DeviceBucket | BroadcastBucket
 def pack(
     tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_BYTES, dtype: torch.dtype | None = None
 ) -> Iterator[WeightsBucket]:
-    """Buckets in order, as numbers of this kind if one is given; a tensor larger than a bucket gets one of its own."""
-    for together in _batches(((name, tensor.to(dtype or tensor.dtype)) for name, tensor in tensors), bucket_bytes):
-        entries = tuple(_entry(name, tensor.shape, tensor.dtype) for name, tensor in together)
-        yield WeightsBucket(entries, np.concatenate([_bytes_of(tensor) for _, tensor in together]))
+    """Pack tensors into host buckets, in order, converted to `dtype` if one is given. A tensor larger than `bucket_bytes`
+    gets a bucket of its own."""
+    for batch in _tensor_batches(((name, tensor.to(dtype or tensor.dtype)) for name, tensor in tensors), bucket_bytes):
+        entries = tuple(_entry(name, tensor.shape, tensor.dtype) for name, tensor in batch)
+        yield WeightsBucket(entries, np.concatenate([_bytes_of(tensor) for _, tensor in batch]))
 
 
 def unpack(buckets: Iterable[WeightsBucket | DeviceBucket]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of `pack`, in order. Those of a device bucket are views: they last as long as its memory does."""
+    """Yield the named tensors of buckets, in order. Tensors of a device bucket are views, valid as long as the shared
+    memory is."""
     for bucket in buckets:
         match bucket:
             case WeightsBucket():
-                yield from cut(torch.from_numpy(bucket.data.copy()), bucket.entries)
+                yield from split_flat(torch.from_numpy(bucket.data.copy()), bucket.entries)
             case DeviceBucket():
-                yield from cut(open_handle(bucket.handle), bucket.entries, bucket.starts)
+                yield from split_flat(open_handle(bucket.handle), bucket.entries, bucket.starts)
 
 
-def cut(flat: Tensor, entries: Sequence[TensorEntry], starts: Sequence[int] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that lie in flat bytes, one after another if it is not said where they start: views, unless numbers of
-    several kinds leave one askew."""
+def split_flat(
+    flat: Tensor, entries: Sequence[TensorEntry], starts: Sequence[int] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the named tensors stored in flat bytes; `starts` defaults to one tensor directly after another.
+
+    Tensors are views of `flat`. Only a tensor that mixed dtypes leave misaligned is copied.
+    """
     for entry, start in zip(entries, starts or starts_of(entries), strict=True):
         dtype: torch.dtype = getattr(torch, entry.dtype)
         part = flat[start : start + _num_bytes(entry)]
@@ -91,13 +112,13 @@ def cut(flat: Tensor, entries: Sequence[TensorEntry], starts: Sequence[int] | No
 
 
 def starts_of(entries: Sequence[TensorEntry]) -> tuple[int, ...]:
-    """The bytes at which tensors begin that lie one after another."""
+    """Byte offsets of tensors stored directly one after another."""
     return tuple(accumulate(map(_num_bytes, entries[:-1]), initial=0))
 
 
 def share_in_place(tensors: Sequence[tuple[str, Tensor]]) -> DeviceBucket:
-    """Tensors that lie in one allocation anyway, where they lie: nothing is copied, and they must stay as they are until
-    nobody reads them any more."""
+    """Share tensors of one GPU allocation without a copy. They must stay unchanged until the receiving process has read
+    them."""
     flat = _whole_storage(tensors[0][1])
     assert all(tensor.untyped_storage().data_ptr() == flat.data_ptr() for _, tensor in tensors), "several allocations"
     starts = tuple(int(tensor.storage_offset()) * tensor.itemsize for _, tensor in tensors)
@@ -109,48 +130,50 @@ def share_in_place(tensors: Sequence[tuple[str, Tensor]]) -> DeviceBucket:
 def pack_on_device(
     tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[DeviceBucket]:
-    """Buckets of `lay_out` on a GPU, for processes that see it."""
-    for entries, flat in lay_out(tensors, dtype, bucket_bytes):
+    """Pack tensors into buckets on their GPU, converted to `dtype`, for other processes that see that GPU. All buckets
+    reuse one buffer, so the next bucket overwrites the last."""
+    for entries, flat in pack_reusing_buffer(tensors, dtype, bucket_bytes):
         torch.cuda.synchronize(flat.device)
         yield DeviceBucket(entries, starts_of(entries), pickle.dumps(reduce_tensor(_whole_storage(flat))), len(flat))
 
 
-def lay_out(
+def pack_reusing_buffer(
     tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[tuple[tuple[TensorEntry, ...], Tensor]]:
-    """Tensors as numbers of this kind, bucket by bucket in the same memory: a bucket is over when the next is asked for."""
+    """Pack tensors, converted to `dtype`, into one buffer on their device: yields (entries, bytes) bucket by bucket. The
+    next bucket overwrites the last."""
     buffer: Tensor | None = None
-    for together in _batches(tensors, bucket_bytes):
-        entries = tuple(_entry(name, tensor.shape, dtype) for name, tensor in together)
+    for batch in _tensor_batches(tensors, bucket_bytes):
+        entries = tuple(_entry(name, tensor.shape, dtype) for name, tensor in batch)
         size = sum(map(_num_bytes, entries))
         if buffer is None or len(buffer) < size:
-            buffer = torch.empty(max(size, bucket_bytes), dtype=torch.uint8, device=together[0][1].device)
-        for (_, tensor), (_, place) in zip(together, cut(buffer, entries), strict=True):
-            place.copy_(tensor.detach())
+            buffer = torch.empty(max(size, bucket_bytes), dtype=torch.uint8, device=batch[0][1].device)
+        for (_, tensor), (_, target) in zip(batch, split_flat(buffer, entries), strict=True):
+            target.copy_(tensor.detach())
         yield entries, buffer[:size]
 
 
 def open_handle(handle: bytes) -> Tensor:
-    """The memory that another process shares."""
+    """Open the GPU memory that another process shares, as a flat byte tensor."""
     rebuild, arguments = pickle.loads(handle)
     return rebuild(*arguments)
 
 
 def in_batches(items: Iterable[Item], size_of: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
-    """As many in a row as are no larger than the limit together; at least one."""
-    together: list[Item] = []
+    """Group consecutive items into batches whose sizes sum to at most `limit`; each batch has at least one item."""
+    batch: list[Item] = []
     size = 0
     for item in items:
-        if together and size + size_of(item) > limit:
-            yield together
-            together, size = [], 0
-        together.append(item)
+        if batch and size + size_of(item) > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
         size += size_of(item)
-    if together:
-        yield together
+    if batch:
+        yield batch
 
 
-def _batches(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+def _tensor_batches(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
     return in_batches(tensors, lambda named: named[1].nbytes, bucket_bytes)
 
 
@@ -159,7 +182,7 @@ def _entry(name: str, shape: Iterable[int], dtype: torch.dtype) -> TensorEntry:
 
 
 def _whole_storage(tensor: Tensor) -> Tensor:
-    """All bytes of the memory that a tensor is part of: what is in the same has the same handle."""
+    """All bytes of the allocation that a tensor is part of. Tensors of one allocation thus share one handle."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 

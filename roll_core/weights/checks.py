@@ -1,6 +1,7 @@
-"""What proves that engines hold the trainer's weights: every name, and columns of some tensors, taken before they travel.
+"""Checks that an engine holds exactly the trainer's weights.
 
-Which tensors and which columns depends on the version, so that over several updates all are looked at.
+A check has the names of all tensors and some columns of a few tensors, recorded before the weights travel. The version
+number decides which tensors and columns are sampled, so that over several updates all tensors get checked.
 """
 
 import heapq
@@ -10,93 +11,99 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from roll_core.models.checkpoint_names import is_experts
+from roll_core.models.checkpoint_names import is_expert_tensor
 from roll_core.seeds import derive_seed
 
-TENSORS, COLUMNS = 8, 16
-"""Looked at in each update: a mistake in names or layout touches many tensors and shows at once, and it costs nothing."""
-NUMBERS = 2**17
-"""Of a tensor, unless a single column has more: columns of an embedding are long, and sixteen of them would take longer to
-travel than a policy does within a GPU."""
+SAMPLED_TENSORS, SAMPLED_COLUMNS = 8, 16
+"""Tensors sampled per update, and the most columns sampled of each. A mistake in names or layout affects many tensors, so
+a small sample finds it at once, and the sample costs nothing."""
+SAMPLE_ELEMENTS = 2**17
+"""Most elements sampled of one tensor, unless a single column has more. Columns of an embedding are long: sixteen of them
+would take longer to travel than a whole policy does within a GPU."""
 
 
 @dataclass(frozen=True, eq=False)
 class WeightsSample:
-    """Some columns of a tensor, as the trainer has them.
+    """Sampled columns of one tensor, with the trainer's values.
 
     Example: WeightsSample("model.layers.0.mlp.up_proj.weight", columns=(3, 17), values=<192 x 2>)
     """
 
     name: str
     columns: tuple[int, ...]
-    """Of its last dimension."""
+    """Indices into the last dimension."""
     values: Tensor
 
 
 @dataclass(frozen=True)
 class WeightsCheck:
-    """What an engine's weights are compared with once it has taken them over."""
+    """Expected names and sampled values that an engine compares its weights with after an update."""
 
     names: tuple[str, ...]
-    """Of all tensors."""
+    """Names of all tensors of the policy."""
     samples: tuple[WeightsSample, ...]
 
 
-class Watch:
-    """Sees tensors go by, each once, and remembers what to compare the engine's with.
+class CheckRecorder:
+    """Pass-through over a stream of tensors that records a WeightsCheck.
 
-    watch = Watch(version=3)
-    buckets = list(pack(watch.over(backend.weights())))
-    watch.check                                     # WeightsCheck(names=("model.embed_tokens.weight", ...), samples=...)
+    recorder = CheckRecorder(version=3)
+    buckets = list(pack(recorder.observe(backend.weights())))
+    recorder.check                                  # WeightsCheck(names=("model.embed_tokens.weight", ...), samples=...)
     """
 
     def __init__(self, version: int):
         self._version = version
         self._names: list[str] = []
-        self._chosen: dict[bool, list[tuple[int, WeightsSample]]] = {False: [], True: []}
-        """By whether they are an expert's: most tensors of a mixture are, and others would hardly ever be chosen."""
+        self._drawn: dict[bool, list[tuple[int, WeightsSample]]] = {False: [], True: []}
+        """Heaps of (lottery ticket, sample), keyed by whether the tensors belong to an expert. Expert tensors are drawn
+        separately, since they are most tensors of a MoE model and the others would hardly ever be drawn."""
 
-    def over(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def observe(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors unchanged and record their names and samples. Each tensor must be seen once."""
         for name, tensor in tensors:
             self._names.append(name)
-            self._consider(name, tensor)
+            self._sample_if_drawn(name, tensor)
             yield name, tensor
 
     @property
     def check(self) -> WeightsCheck:
-        return _check(self._names, [sample for chosen in self._chosen.values() for _, sample in chosen])
+        """Check of the tensors observed so far."""
+        return _check(self._names, [sample for drawn in self._drawn.values() for _, sample in drawn])
 
-    def _consider(self, name: str, tensor: Tensor) -> None:
-        """The tensors with the highest lots are chosen."""
-        chosen, lot = self._chosen[is_experts(name)], _lot(self._version, name)
-        if len(chosen) < TENSORS:
-            heapq.heappush(chosen, (lot, _sample(name, tensor, lot)))
-        elif lot > chosen[0][0]:
-            heapq.heapreplace(chosen, (lot, _sample(name, tensor, lot)))
+    def _sample_if_drawn(self, name: str, tensor: Tensor) -> None:
+        """Sample the tensor if its lottery ticket is among the highest so far."""
+        drawn, ticket = self._drawn[is_expert_tensor(name)], _lottery_ticket(self._version, name)
+        if len(drawn) < SAMPLED_TENSORS:
+            heapq.heappush(drawn, (ticket, _sample(name, tensor, ticket)))
+        elif ticket > drawn[0][0]:
+            heapq.heapreplace(drawn, (ticket, _sample(name, tensor, ticket)))
 
 
 def check_in_place(version: int, tensors: Sequence[tuple[str, Tensor]]) -> WeightsCheck:
-    """What a watch would see, of tensors that stay where they are: all lots are drawn before any tensor is touched."""
+    """Build the check that a `CheckRecorder` would record, for tensors that are all available at once. Only drawn tensors
+    are read."""
     named, samples = dict(tensors), []
-    lots = {name: _lot(version, name) for name in named}
-    for of_experts in (False, True):
-        candidates = [name for name in named if is_experts(name) is of_experts]
-        chosen = heapq.nlargest(TENSORS, candidates, key=lots.__getitem__)
-        samples += [_sample(name, named[name], lots[name]) for name in chosen]
+    tickets = {name: _lottery_ticket(version, name) for name in named}
+    for are_experts in (False, True):
+        candidates = [name for name in named if is_expert_tensor(name) is are_experts]
+        drawn = heapq.nlargest(SAMPLED_TENSORS, candidates, key=tickets.__getitem__)
+        samples += [_sample(name, named[name], tickets[name]) for name in drawn]
     return _check(list(named), samples)
 
 
 def _check(names: Sequence[str], samples: Sequence[WeightsSample]) -> WeightsCheck:
-    # To the host not before now: a device would have to wait for each.
+    # Copied to the host only now: each copy makes the host wait for the device.
     return WeightsCheck(tuple(names), tuple(replace(sample, values=sample.values.cpu()) for sample in samples))
 
 
-def _lot(version: int, name: str) -> int:
+def _lottery_ticket(version: int, name: str) -> int:
+    """Pseudo-random number of a tensor in a version; the tensors with the highest are sampled."""
     return derive_seed(version, "weights check", name)
 
 
 def _sample(name: str, tensor: Tensor, seed: int) -> WeightsSample:
     width = tensor.shape[-1]
-    count = min(COLUMNS, width, max(1, NUMBERS * width // tensor.numel()))
+    count = min(SAMPLED_COLUMNS, width, max(1, SAMPLE_ELEMENTS * width // tensor.numel()))
     columns = sorted(random.Random(seed).sample(range(width), count))
     return WeightsSample(name, tuple(columns), tensor.detach()[..., columns])

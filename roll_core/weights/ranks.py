@@ -1,4 +1,4 @@
-"""This process's rank among the ranks of torch.distributed; a process that joined no group is a world of its own."""
+"""Rank of this process in torch.distributed's default group. A process outside any group counts as a world of one rank."""
 
 import torch.distributed as dist
 from torch import Tensor

@@ -1,11 +1,11 @@
-"""Weights on their way through the store: whole, or as what changed since the version before, bit by bit.
+"""Transport of weights through the store: full versions, and lossless deltas to the version before.
 
-A difference is the exclusive or of the bytes, first bytes of all numbers, then all second ones and so on, compressed: an
-update changes the low bits of a number, so most of its high bytes become runs of zeros. At the learning rates of
-reinforcement learning most bfloat16 numbers do not change at all.
+A delta is the XOR of old and new bytes, transposed into byte planes (all first bytes, then all second bytes, ...) and
+compressed with zstd. An update changes mostly the low bits of an element, so the planes of high bytes become runs of zeros.
+At the learning rates of reinforcement learning most bfloat16 elements do not change at all.
 
-Both sides keep the bytes of the last version on local disk, so that neither holds a policy in memory, and an engine reads
-from the store while it still generates.
+Writer and reader each keep the bytes of the last version on local disk, so that neither holds a policy in memory. An engine
+fetches from the store while it still generates.
 """
 
 import json
@@ -21,25 +21,31 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from roll_core.errors import ArtifactDamaged
-from roll_core.store.media.medium import in_order
+from roll_core.store.media.medium import map_in_order
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.weights import read_base, record_weights, weights_record_name
 from roll_core.types.refs import ArtifactKind, StoredBucket, WeightsRef, digest_of
 from roll_core.weights.buckets import BUCKET_BYTES, TensorEntry, WeightsBucket, pack
-from roll_core.weights.checks import Watch, WeightsCheck, WeightsSample
+from roll_core.weights.checks import CheckRecorder, WeightsCheck, WeightsSample
 from roll_core.weights.digests import WeightsDigest
 
 BUCKETS_IN_FLIGHT = 2
-"""Being encoded, sent or fetched at a time: with the one that is being packed or laid down, all that is in memory."""
-_LEVEL = 1
-"""Of zstd: higher ones were seen to be twice as slow and not smaller on differences."""
-_ABOUT = "about"
+"""Buckets being encoded, uploaded or fetched at a time. With the one being packed or written to disk, they bound the
+memory."""
+_ZSTD_LEVEL = 1
+"""zstd compression level; higher levels measured twice as slow and no smaller on deltas."""
+_METADATA = "about"
+"""Name of the entry with names and columns in a stored WeightsCheck."""
 
 Layout = tuple[tuple[TensorEntry, ...], ...]
+"""Tensor entries of each bucket, indexed by bucket number."""
 
 
 class WeightsWriter:
-    """The trainer's side: one version after the other."""
+    """Writer of weights versions to the store, on trainer rank 0.
+
+    Every `full_every`-th version is full; the others are deltas to the version before.
+    """
 
     def __init__(
         self, store: ObjectStore, run_id: str, full_every: int, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
@@ -51,21 +57,21 @@ class WeightsWriter:
         self._bucket_bytes = bucket_bytes
         self._local = _LocalCopy()
         self._last: WeightsRef | None = None
-        self._since_whole = 0
+        self._versions_since_full = 0
 
     def write(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> WeightsRef:
-        """Store a version, bucket by bucket, and record it."""
-        last, self._last = self._last, None  # while this goes on, what is on disk is neither version
-        base = last if last is not None and self._since_whole + 1 < self._full_every else None
-        digest, watch = WeightsDigest(), Watch(version)
+        """Store a weights version, bucket by bucket, and record it."""
+        last, self._last = self._last, None  # during the write the local copy is a mix of two versions
+        base = last if last is not None and self._versions_since_full + 1 < self._full_every else None
+        digest, recorder = WeightsDigest(), CheckRecorder(version)
         layout: list[tuple[TensorEntry, ...]] = []
 
         def numbered() -> Iterator[tuple[int, np.ndarray]]:
-            for bucket in pack(watch.over(digest.over(tensors)), self._bucket_bytes, self._dtype):
+            for bucket in pack(recorder.observe(digest.observe(tensors)), self._bucket_bytes, self._dtype):
                 layout.append(bucket.entries)
                 yield len(layout) - 1, bucket.data
 
-        buckets = tuple(in_order(partial(self._put, base), numbered(), BUCKETS_IN_FLIGHT))
+        buckets = tuple(map_in_order(partial(self._store_bucket, base), numbered(), BUCKETS_IN_FLIGHT))
         weights = WeightsRef(
             run_id=self._run_id,
             version=version,
@@ -73,20 +79,21 @@ class WeightsWriter:
             base=weights_record_name(base) if base else None,
             layout=self._store.put(_encode_layout(layout), ArtifactKind.WEIGHTS),
             buckets=buckets,
-            check=self._store.put(_encode_check(watch.check), ArtifactKind.WEIGHTS),
+            check=self._store.put(_encode_check(recorder.check), ArtifactKind.WEIGHTS),
         )
         record_weights(self._store, weights)
-        self._last, self._since_whole = weights, self._since_whole + 1 if base else 0
+        self._last, self._versions_since_full = weights, self._versions_since_full + 1 if base else 0
         return weights
 
-    def _put(self, base: WeightsRef | None, numbered: tuple[int, np.ndarray]) -> StoredBucket:
+    def _store_bucket(self, base: WeightsRef | None, numbered: tuple[int, np.ndarray]) -> StoredBucket:
+        """Store one numbered bucket, full or as a delta to `base`, and keep its bytes on local disk for the next delta."""
         number, data = numbered
         if base is None:
             artifact = self._store.put(data.tobytes(), ArtifactKind.WEIGHTS)
             digest = artifact.digest
         else:
-            difference = encode_difference(self._local.read(number), data, self._dtype.itemsize)
-            artifact = self._store.put(difference, ArtifactKind.WEIGHTS)
+            delta = encode_delta(self._local.read(number), data, self._dtype.itemsize)
+            artifact = self._store.put(delta, ArtifactKind.WEIGHTS)
             digest = digest_of(data.data)
         if self._full_every > 1:
             self._local.write(number, data)
@@ -94,94 +101,96 @@ class WeightsWriter:
 
 
 class WeightsReader:
-    """An engine's side: it has a version, and is brought to another."""
+    """Reader of weights versions from the store to local disk, in an engine's process."""
 
     def __init__(self, store: ObjectStore):
         self._store = store
         self._local = _LocalCopy()
-        self._have: str | None = None
-        """The record of what is on disk."""
+        self._fetched: str | None = None
+        """Record name of the version on local disk; None if there is none or a fetch was interrupted."""
 
     def fetch(self, weights: WeightsRef) -> None:
-        """Lay a version down on disk: from the one that is there, if the stored differences are to that, else from the last
-        whole one."""
+        """Fetch a version to local disk. Deltas are applied to the version on disk if the stored chain reaches it, else
+        to the last full version."""
         wanted = weights_record_name(weights)
-        if wanted == self._have:
+        if wanted == self._fetched:
             return
-        steps = self._steps(weights)
-        self._have = None
-        fetched = in_order(partial(self._bring, steps), weights.buckets, BUCKETS_IN_FLIGHT)
+        chain = self._delta_chain(weights)
+        self._fetched = None
+        fetched = map_in_order(partial(self._reconstruct, chain), weights.buckets, BUCKETS_IN_FLIGHT)
         for bucket, data in zip(weights.buckets, fetched, strict=True):
             self._local.write(bucket.number, data)
-        self._have = wanted
+        self._fetched = wanted
 
     def buckets(self, weights: WeightsRef) -> Iterator[WeightsBucket]:
-        """What was fetched last, bucket by bucket."""
-        assert self._have == weights_record_name(weights), "fetch it first"
+        """Yield the buckets of the version fetched last."""
+        assert self._fetched == weights_record_name(weights), "fetch it first"
         layout = _decode_layout(self._store.get(weights.layout))
         for bucket in weights.buckets:
             yield WeightsBucket(layout[bucket.number], self._local.read(bucket.number))
 
     def check(self, weights: WeightsRef) -> WeightsCheck:
+        """Read the check stored with a version."""
         return _decode_check(self._store.get(weights.check))
 
-    def _steps(self, weights: WeightsRef) -> list[WeightsRef]:
-        """Versions to go through."""
-        steps = [weights]
-        while steps[0].base not in (None, self._have):
-            steps.insert(0, read_base(self._store, steps[0]))
-        return steps
+    def _delta_chain(self, weights: WeightsRef) -> list[WeightsRef]:
+        """Versions to apply in order: from the last full one, or the one after the version on disk, to `weights`."""
+        chain = [weights]
+        while chain[0].base not in (None, self._fetched):
+            chain.insert(0, read_base(self._store, chain[0]))
+        return chain
 
-    def _bring(self, steps: list[WeightsRef], wanted: StoredBucket) -> np.ndarray:
-        """A bucket of the last of these versions, by way of the others."""
-        data = np.empty(0, np.uint8) if steps[0].base is None else self._local.read(wanted.number)
-        for step in steps:
-            (artifact,) = (bucket.artifact for bucket in step.buckets if bucket.number == wanted.number)
+    def _reconstruct(self, chain: list[WeightsRef], wanted: StoredBucket) -> np.ndarray:
+        """Rebuild one bucket of the last version of the chain; raise ArtifactDamaged if its digest is wrong."""
+        data = np.empty(0, np.uint8) if chain[0].base is None else self._local.read(wanted.number)
+        for link in chain:
+            (artifact,) = (bucket.artifact for bucket in link.buckets if bucket.number == wanted.number)
             stored = self._store.get(artifact)
-            data = np.frombuffer(stored, np.uint8) if step.base is None else apply_difference(data, stored)
-        if steps[-1].base is not None and digest_of(data.data) != wanted.digest:
+            data = np.frombuffer(stored, np.uint8) if link.base is None else apply_delta(data, stored)
+        if chain[-1].base is not None and digest_of(data.data) != wanted.digest:
             raise ArtifactDamaged(
-                f"store: bucket {wanted.number} of weights version {steps[-1].version} of {steps[-1].run_id} is not what "
+                f"store: bucket {wanted.number} of weights version {chain[-1].version} of {chain[-1].run_id} is not what "
                 "was stored, once the differences since the last whole version are applied"
             )
         return data
 
 
 class _LocalCopy:
-    """The bytes of one version, bucket after bucket, in a file without a name, which is gone when its process is."""
+    """Bytes of one version on local disk, bucket after bucket, in an unnamed temporary file that vanishes with the
+    process."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(prefix="roll-weights-")  # noqa: SIM115 (as long as this lives)
-        self._places: dict[int, tuple[int, int]] = {}
-        """Where each bucket begins, and its size."""
+        self._file = tempfile.TemporaryFile(prefix="roll-weights-")  # noqa: SIM115 (stays open as long as this object)
+        self._extents: dict[int, tuple[int, int]] = {}
+        """Offset and size in bytes of each bucket, by number."""
         self._end = 0
-        self._growing = threading.Lock()
+        self._grow_lock = threading.Lock()
 
     def write(self, number: int, data: np.ndarray) -> None:
-        """From several threads, each for other buckets."""
-        with self._growing:
-            if self._places.get(number, (0, None))[1] != data.nbytes:
-                self._places[number] = self._end, data.nbytes
+        """Write one bucket. Threads may write different buckets concurrently."""
+        with self._grow_lock:
+            if self._extents.get(number, (0, None))[1] != data.nbytes:
+                self._extents[number] = self._end, data.nbytes
                 self._end += data.nbytes
                 self._file.truncate(self._end)
         self.read(number)[:] = data
 
     def read(self, number: int) -> np.ndarray:
-        """A view of the file: it changes when the bucket is written again."""
-        start, size = self._places[number]
+        """Memory-mapped view of one bucket; it changes when the bucket is written again."""
+        start, size = self._extents[number]
         return np.memmap(self._file, np.uint8, "r+", start, (size,))
 
 
-def encode_difference(old: np.ndarray, new: np.ndarray, width: int) -> bytes:
-    """What turns some bytes into others, which are numbers of `width` bytes."""
+def encode_delta(old: np.ndarray, new: np.ndarray, width: int) -> bytes:
+    """Encode the delta that turns `old` into `new`, whose elements are `width` bytes wide."""
     planes = np.ascontiguousarray((old ^ new).reshape(-1, width).T)
-    return bytes([width]) + pa.Codec("zstd", _LEVEL).compress(planes.data, asbytes=True)
+    return bytes([width]) + pa.Codec("zstd", _ZSTD_LEVEL).compress(planes.data, asbytes=True)
 
 
-def apply_difference(old: np.ndarray, difference: bytes) -> np.ndarray:
-    """The bytes that `encode_difference` was given."""
-    width = difference[0]
-    planes = pa.Codec("zstd").decompress(memoryview(difference)[1:], decompressed_size=old.nbytes, asbytes=True)
+def apply_delta(old: np.ndarray, delta: bytes) -> np.ndarray:
+    """Apply a delta from `encode_delta` to `old` and return the new bytes."""
+    width = delta[0]
+    planes = pa.Codec("zstd").decompress(memoryview(delta)[1:], decompressed_size=old.nbytes, asbytes=True)
     return np.ascontiguousarray(np.frombuffer(planes, np.uint8).reshape(width, -1).T).reshape(-1) ^ old
 
 
@@ -194,13 +203,13 @@ def _decode_layout(data: bytes) -> Layout:
 
 
 def _encode_check(check: WeightsCheck) -> bytes:
-    about = {"names": check.names, "columns": {sample.name: sample.columns for sample in check.samples}}
-    described = torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
-    return save({_ABOUT: described} | {sample.name: sample.values.contiguous() for sample in check.samples})
+    metadata = {"names": check.names, "columns": {sample.name: sample.columns for sample in check.samples}}
+    encoded_metadata = torch.frombuffer(bytearray(json.dumps(metadata).encode()), dtype=torch.uint8)
+    return save({_METADATA: encoded_metadata} | {sample.name: sample.values.contiguous() for sample in check.samples})
 
 
 def _decode_check(data: bytes) -> WeightsCheck:
     tensors = load(data)
-    about = json.loads(tensors.pop(_ABOUT).numpy().tobytes())
-    samples = (WeightsSample(name, tuple(columns), tensors[name]) for name, columns in about["columns"].items())
-    return WeightsCheck(tuple(about["names"]), tuple(samples))
+    metadata = json.loads(tensors.pop(_METADATA).numpy().tobytes())
+    samples = (WeightsSample(name, tuple(columns), tensors[name]) for name, columns in metadata["columns"].items())
+    return WeightsCheck(tuple(metadata["names"]), tuple(samples))

@@ -67,6 +67,16 @@ def test_a_leg_begins_before_prefect_is_imported():
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
+def test_the_help_of_the_command_loads_only_the_standard_library():
+    program = """
+import sys
+from flows.cli import build_parser
+build_parser().format_help()
+sys.exit(", ".join({"prefect", "ray", "torch", "mlflow", "rich", "pydantic", "yaml", "fsspec"} & sys.modules.keys()) or 0)
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
 def test_the_training_process_never_loads_mlflow():
     assert "mlflow" not in loaded_after_importing(["tasks", "roll_core.roles"])
 

@@ -14,9 +14,9 @@ import torch
 from roll_core.config.rollout import InFlightPolicy
 from roll_core.inference.base import InferenceEngine
 from roll_core.store.object_store import ObjectStore
-from roll_core.weights.broadcast import Sender
-from roll_core.weights.buckets import BroadcastBucket, TensorEntry, lay_out, pack
-from roll_core.weights.checks import Watch, WeightsCheck
+from roll_core.weights.broadcast import BroadcastSender
+from roll_core.weights.buckets import BroadcastBucket, TensorEntry, pack, pack_reusing_buffer
+from roll_core.weights.checks import CheckRecorder, WeightsCheck
 from roll_core.weights.stored import WeightsReader, WeightsWriter
 
 BUCKET_BYTES = 10_000
@@ -36,9 +36,9 @@ class Parcel:
 
     @property
     def check(self) -> WeightsCheck:
-        watch = Watch(self.version)
-        list(watch.over(self.promised))
-        return watch.check
+        recorder = CheckRecorder(self.version)
+        list(recorder.observe(self.promised))
+        return recorder.check
 
     def is_lost(self, entries: tuple[TensorEntry, ...]) -> bool:
         return self.lost in [entry.name for entry in entries]
@@ -81,15 +81,15 @@ class StoreRoute:
 class BroadcastRoute:
     def __init__(self, num_workers: int = 1):
         members = ("trainer rank 0", *["engine"] * num_workers)
-        self._sender = Sender("127.0.0.1", members, 30.0, torch.device("cpu"))
+        self._sender = BroadcastSender("127.0.0.1", members, 30.0, torch.device("cpu"))
         self._have_met = False
 
     async def deliver(self, served: InferenceEngine, parcel: Parcel) -> None:
         if not self._have_met:
-            await asyncio.gather(asyncio.to_thread(self._sender.meet), served.join(self._sender.meeting, 1))
+            await asyncio.gather(asyncio.to_thread(self._sender.wait_for_members), served.join(self._sender.rendezvous, 1))
             self._have_met = True
         await served.begin_update(InFlightPolicy.FINISH)
-        for entries, flat in lay_out(parcel.sent, torch.float32, BUCKET_BYTES):
+        for entries, flat in pack_reusing_buffer(parcel.sent, torch.float32, BUCKET_BYTES):
             if not parcel.is_lost(entries):
                 sending = asyncio.to_thread(self._sender.send, flat)
                 await asyncio.gather(sending, served.load(BroadcastBucket(entries, len(flat))))

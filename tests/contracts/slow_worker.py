@@ -10,8 +10,8 @@ from roll_core.inference.vllm.worker import WorkerExtension
 class SlowWorker(WorkerExtension):
     steps_taken = 0
 
-    def roll_begin(self, role: int) -> bool:
-        loads_in_place = super().roll_begin(role)
+    def roll_begin(self, role_pid: int) -> bool:
+        loads_in_place = super().roll_begin(role_pid)
         execute = self.model_runner.execute_model
         self.pause_s = 0.0
 

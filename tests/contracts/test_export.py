@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from roll_core.config.model import Architecture, PretrainedModel, ScratchModel
 from roll_core.models import characters
-from roll_core.models.checkpoint_names import as_checkpoint
+from roll_core.models.checkpoint_names import to_checkpoint_names
 from roll_core.models.export import write_folder
 from roll_core.rollout.renderer import CharacterRenderer, build_renderer
 from roll_core.training.learner import Learner
@@ -51,7 +51,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 def test_weights_and_logits_are_those_of_the_policy_to_the_bit(exported):
     learner, folder = exported
     loaded = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-    ours, theirs = dict(learner.weights()), dict(as_checkpoint(loaded.named_parameters()))
+    ours, theirs = dict(learner.weights()), dict(to_checkpoint_names(loaded.named_parameters()))
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert theirs[name].dtype == tensor.dtype
@@ -94,7 +94,7 @@ def test_shards_are_bounded_and_together_the_same_model(model, exported, tmp_pat
             sizes = [file.get_tensor(name).nbytes for name in file.keys()]  # noqa: SIM118
         assert sum(sizes) <= SMALL_SHARD or len(sizes) == 1
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "cut", local_files_only=True)
-    for name, tensor in as_checkpoint(loaded.named_parameters()):
+    for name, tensor in to_checkpoint_names(loaded.named_parameters()):
         assert torch.equal(tensor, dict(learner.weights())[name])
 
 
@@ -105,7 +105,7 @@ def test_a_pretrained_model_keeps_its_own_config_tokenizer_and_generation_settin
     learner = learned(tmp_path, pretrained.model_dump())
     write_folder(pretrained, learner.weights(), tmp_path / "again")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again", local_files_only=True)
-    for name, tensor in as_checkpoint(loaded.named_parameters()):
+    for name, tensor in to_checkpoint_names(loaded.named_parameters()):
         assert torch.equal(tensor, dict(learner.weights())[name])
     assert loaded.generation_config.max_new_tokens == 7
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "again", local_files_only=True)

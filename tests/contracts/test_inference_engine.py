@@ -33,14 +33,14 @@ from roll_core.inference.torch_engine import TorchEngine
 from roll_core.inference.vllm import engine as vllm_engine
 from roll_core.inference.vllm.engine import VllmEngine
 from roll_core.models.characters import VOCABULARY
-from roll_core.models.checkpoint_names import is_experts
+from roll_core.models.checkpoint_names import is_expert_tensor
 from roll_core.simulation.virtual_time import run_in_virtual_time
 from roll_core.training.base import Policy
 from roll_core.training.torch.backend import TorchBackend
 from roll_core.training.torch.trainable import TorchSettings
 from roll_core.types.trajectory import Ending
 from roll_core.weights.buckets import pack, unpack
-from roll_core.weights.checks import TENSORS, Watch
+from roll_core.weights.checks import SAMPLED_TENSORS, CheckRecorder
 from tests.contracts.routes import ROUTES, Parcel, Route
 from tests.micro_batches import cut
 
@@ -84,9 +84,9 @@ def weights(seed: int = 7, architecture: Architecture = Architecture.QWEN3) -> l
 
 def update(version: int, seed: int = 7, architecture: Architecture = Architecture.QWEN3) -> WeightsUpdate:
     """Weights as they arrive: in buckets, beside what the trainer says of them."""
-    watch = Watch(version)
-    buckets = list(pack(watch.over(weights(seed, architecture)), bucket_bytes=10_000))
-    return WeightsUpdate(version, unpack(buckets), watch.check)
+    recorder = CheckRecorder(version)
+    buckets = list(pack(recorder.observe(weights(seed, architecture)), bucket_bytes=10_000))
+    return WeightsUpdate(version, unpack(buckets), recorder.check)
 
 
 # -------------------------------------------------------------------------------------------------- subjects
@@ -615,13 +615,16 @@ def test_weights_that_were_damaged_on_the_way_are_refused_by_name_and_nobody_is_
         served = await model_subject.engine()
         looked_at = {False: 0, True: 0}
         for version in range(1, 6):
-            watch = Watch(version)
-            list(watch.over(whole))
-            for name in (sample.name for sample in watch.check.samples):
-                looked_at[is_experts(name)] += 1
+            recorder = CheckRecorder(version)
+            list(recorder.observe(whole))
+            for name in (sample.name for sample in recorder.check.samples):
+                looked_at[is_expert_tensor(name)] += 1
                 with pytest.raises(WrongWeights, match=f"weights version {version} differs .*{name}"):
-                    await adopt(served, WeightsUpdate(version, permuted(whole, name), watch.check), InFlightPolicy.FINISH)
-        assert looked_at == {False: 5 * TENSORS, True: 5 * TENSORS if architecture is Architecture.QWEN3_MOE else 0}
+                    await adopt(served, WeightsUpdate(version, permuted(whole, name), recorder.check), InFlightPolicy.FINISH)
+        assert looked_at == {
+            False: 5 * SAMPLED_TENSORS,
+            True: 5 * SAMPLED_TENSORS if architecture is Architecture.QWEN3_MOE else 0,
+        }
         asked = asyncio.create_task(served.generate(requests(1)[0]))
         done, _ = await asyncio.wait([asked], timeout=0.2)
         assert not done, "an engine with damaged weights answered"
@@ -739,13 +742,13 @@ def test_a_token_that_the_model_does_not_know_is_refused_and_the_others_are_serv
 def test_an_engine_answers_whether_it_generates_or_not(subject):
     async def ask() -> Completion:
         served = await subject.engine(1)
-        await served.answer()
+        await served.ping()
         pending = asyncio.create_task(served.generate(requests(1, stop=NO_STOP)[0]))
         await subject.settled(served, 3)
-        await served.answer()
+        await served.ping()
         completion = await pending
         await served.sleep()
-        await served.answer()
+        await served.ping()
         await served.wake()
         return completion
 
@@ -760,12 +763,12 @@ def test_an_engine_whose_vllm_hangs_does_not_answer(vllm_subjects):
         (pid,) = await served._llm.collective_rpc("process_id")
         os.kill(pid, signal.SIGSTOP)
         try:
-            answer = asyncio.create_task(served.answer())
-            done, _ = await asyncio.wait([answer], timeout=0.5)
+            ping = asyncio.create_task(served.ping())
+            done, _ = await asyncio.wait([ping], timeout=0.5)
             assert not done, "it answered for a process that is stopped"
         finally:
             os.kill(pid, signal.SIGCONT)
-        await answer
+        await ping
 
     subject.run(ask())
 

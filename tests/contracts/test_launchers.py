@@ -50,8 +50,8 @@ def ended(job: LegJob) -> JobEnd:
     return job.end()
 
 
-def seconds_left(place: LegAllocation) -> float:
-    return place.ends_at() - time.time()
+def seconds_left(allocation: LegAllocation) -> float:
+    return allocation.ends_at() - time.time()
 
 
 def die(_: LegAllocation) -> None:
@@ -71,12 +71,12 @@ def is_alive(pid: int) -> bool:
 def test_a_leg_knows_when_it_must_end_and_what_it_answers_arrives(launcher, tmp_path):
     end = ended(launcher.submit(a_request(tmp_path), seconds_left))
     assert end.ending is None
-    assert 300 < end.answer <= 600
+    assert 300 < end.result <= 600
 
 
 def test_a_leg_that_dies_leaves_no_answer_and_a_reason(launcher, tmp_path):
     end = ended(launcher.submit(a_request(tmp_path), die))
-    assert end.answer is None
+    assert end.result is None
     assert end.cause
 
 
@@ -86,7 +86,7 @@ def test_a_leg_that_is_cancelled_ends_with_all_it_had_and_is_not_found_any_more(
     wait_until(lambda: note.exists() and bool(note.read_text()), "the leg runs")
     job.cancel()
     end = ended(job)
-    assert end.answer is None
+    assert end.result is None
     assert end.ending in (None, LegEnding.CANCELLED)
     wait_until(lambda: not is_alive(int(note.read_text())), "the leg's process is gone")
     assert launcher.find("to-cancel") == {}

@@ -14,7 +14,7 @@ from roll_core.config.optimizer import OptimizerConfig
 from roll_core.config.training.lora import LoraConfig, LoraTarget
 from roll_core.config.training.training import Packing, TrainingConfig
 from roll_core.models.causal_lm import build_model
-from roll_core.models.checkpoint_names import as_checkpoint
+from roll_core.models.checkpoint_names import to_checkpoint_names
 from roll_core.planning.model_shape import lora_parameters, shape_of
 from roll_core.training.base import Policy
 from roll_core.training.torch.backend import TorchBackend
@@ -66,7 +66,7 @@ def test_only_targets_learn_and_what_is_given_away_has_the_names_and_answers_of_
     assert moved == {name for name in after if name.split(".")[-2] in kinds and "experts" not in name}
     merged = build_model(model_of(architecture), seed=3)
     with torch.no_grad():
-        for (_, parameter), tensor in zip(as_checkpoint(merged.named_parameters()), after.values(), strict=True):
+        for (_, parameter), tensor in zip(to_checkpoint_names(merged.named_parameters()), after.values(), strict=True):
             parameter.copy_(tensor)
     plain._scorer.model.load_state_dict(merged.state_dict())
     batches = micro_batches(plain, 9)

@@ -7,7 +7,7 @@ from roll_core.config.training.experts import ExpertsConfig
 from roll_core.config.training.layout import LayoutConfig as Layout
 from roll_core.config.training.training import Packing
 from roll_core.models.causal_lm import build_model
-from roll_core.models.checkpoint_names import as_checkpoint
+from roll_core.models.checkpoint_names import to_checkpoint_names
 from tests.megatron_worlds import MODELS, Case, assert_equal, expected, named, run_worlds
 
 MIXTURE = "qwen3_moe"
@@ -51,7 +51,7 @@ def test_a_layout_changes_nothing(num_ranks, case, found):
 
 @pytest.mark.parametrize(("num_ranks", "case"), [each for each in named(WORLDS) if each.values[1].experts is FROZEN])
 def test_frozen_routers_stay_what_they_are_to_the_bit_and_all_else_moves(num_ranks, case, found):
-    before = dict(as_checkpoint((n, p.detach()) for n, p in build_model(MODELS[case.model], 3).named_parameters()))
+    before = dict(to_checkpoint_names((n, p.detach()) for n, p in build_model(MODELS[case.model], 3).named_parameters()))
     for after in (found(num_ranks, case), expected(case.model, case.experts)):
         still = {name for name, tensor in after.weights.items() if torch.equal(tensor, before[name])}
         assert still == {name for name in before if name.endswith("mlp.gate.weight")}

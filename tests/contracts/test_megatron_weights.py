@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Pretrain
 from roll_core.config.model import Architecture
 from roll_core.config.training.layout import LayoutConfig as Layout
 from roll_core.config.training.training import TrainingConfig
-from roll_core.models.checkpoint_names import as_checkpoint
+from roll_core.models.checkpoint_names import to_checkpoint_names
 from roll_core.models.megatron_names import LAYERS, MegatronNames, RowMapping
 from roll_core.models.tensor_files import TensorFiles, WriterRank, write_tensors
-from roll_core.weights.shards import TensorGatherer, fill
+from roll_core.weights.shards import TensorGatherer, load_shards
 
 SIZES = {
     "vocab_size": 51,
@@ -68,7 +68,7 @@ def folders(tmp_path_factory) -> Path:
                 if parameter.dim() == 1:
                     parameter.uniform_(0.5, 1.5)  # norms that are all ones could be swapped
         config.save_pretrained(folder / name)
-        write_tensors(as_checkpoint(model.named_parameters()), folder / name, SMALL_SHARD)
+        write_tensors(to_checkpoint_names(model.named_parameters()), folder / name, SMALL_SHARD)
         torch.save(_hidden_states(model), folder / f"{name}.hidden")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["roll_core.training.megatron.backend", "tests.contracts.test_megatron_weights"])
@@ -106,16 +106,16 @@ def _in_rank(rank: int, num_ranks: int, folder: Path) -> None:
 def _there_and_back(folder: Path, name: str, layout: Layout, to: str) -> None:
     from roll_core.training.megatron.model import build_chunks
     from roll_core.training.megatron.shards import shards_of
-    from roll_core.training.megatron.world import adopt_layout
+    from roll_core.training.megatron.world import initialize_layout
 
     config, device = AutoConfig.from_pretrained(folder / name), torch.device("cpu")
-    adopt_layout(layout, device, seed=0)
+    initialize_layout(layout, device, seed=0)
     chunks = build_chunks(config, TrainingConfig(backend="megatron", layout=layout), device)
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.fill_(float("nan"))
     shards, names = shards_of(chunks), MegatronNames(config)
-    fill(shards, names, TensorFiles(folder / name))
+    load_shards(shards, names, TensorFiles(folder / name))
     weights = TensorGatherer(shards, names, SMALL_BUCKET).tensors(lambda parameter: parameter.data, torch.float32)
     write_tensors(weights, folder / to, SMALL_SHARD, WriterRank(dist.get_rank(), dist.get_world_size()))
     dist.barrier()

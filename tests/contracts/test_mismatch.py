@@ -156,11 +156,11 @@ def noted(rank: int, num_ranks: int) -> Metrics:
     generator = torch.Generator().manual_seed(5)
     trainer_logprobs_N = tokens.sampler_logprobs_N + torch.randn(len(tokens.turn_N), generator=generator)
     tokens.is_fresh_N[::3] = False
-    meter = MismatchMeter(Share(rank, num_ranks, speaks=True))
+    meter = MismatchMeter(Share(rank, num_ranks, is_reporter=True))
     limits = PackingLimits(micro_batch_tokens=26, row_tokens=None, packing=Packing.ROWS)
     for micro_batch in cut(samples, limits, tokens, rank=rank, num_ranks=num_ranks):
-        scored = micro_batch.with_signals(anchor_logprobs_N=trainer_logprobs_N[micro_batch.place_N])
-        meter.note_anchors(scored.tokens)
+        scored = micro_batch.with_signals(anchor_logprobs_N=trainer_logprobs_N[micro_batch.token_index_N])
+        meter.record_anchors(scored.tokens)
     return meter.metrics()
 
 

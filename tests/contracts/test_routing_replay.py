@@ -17,9 +17,9 @@ from roll_core.inference.base import WeightsUpdate, adopt
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
 from roll_core.models.causal_lm import build_model
-from roll_core.models.checkpoint_names import as_checkpoint
+from roll_core.models.checkpoint_names import to_checkpoint_names
 from roll_core.training.base import Policy
-from roll_core.types.routing import extended
+from roll_core.types.routing import merge_routing
 from roll_core.types.sample import Sample
 from tests.contracts.test_routers import MIXTURE, new_backend
 from tests.in_process import InProcess
@@ -42,7 +42,7 @@ def kind(request) -> BackendKind:
 def weights_of_engine(noise: float) -> dict[str, Tensor]:
     """Those of the trainer, but for its routers."""
     generator = torch.Generator().manual_seed(0)
-    named = as_checkpoint((name, p.detach()) for name, p in build_model(MIXTURE, 3).named_parameters())
+    named = to_checkpoint_names((name, p.detach()) for name, p in build_model(MIXTURE, 3).named_parameters())
     return {
         name: tensor + noise * torch.randn(tensor.shape, generator=generator) if "mlp.gate." in name else tensor
         for name, tensor in named
@@ -79,7 +79,7 @@ def logprobs(backend: Any, samples: list[Sample]) -> Tensor:
     parts = cut(samples, PackingLimits(64, 40, Packing.SHARED_PROMPTS))
     found = torch.zeros(sum(sample.num_trained_tokens for sample in samples))
     for part, each in zip(parts, backend.logprobs(parts, Policy.CURRENT), strict=True):
-        found[part.place_N] = each
+        found[part.token_index_N] = each
     return found
 
 
@@ -104,7 +104,7 @@ def test_an_engine_says_where_every_token_but_the_last_went_also_if_it_was_inter
         ]
         assert sum(0 < len(part.token_ids) < 12 for part in begun) > 3
         return [
-            part if more is None else replace(more, experts=extended(part.experts, more.experts))
+            part if more is None else replace(more, experts=merge_routing(part.experts, more.experts))
             for part, more in zip(begun, rest, strict=True)
         ]
 

@@ -27,7 +27,7 @@ from roll_core.config.model import Architecture, ScratchModel
 from roll_core.config.optimizer import OptimizerConfig
 from roll_core.config.training.training import BackendKind, Packing, TrainingConfig
 from roll_core.models.causal_lm import build_model
-from roll_core.models.checkpoint_names import as_checkpoint
+from roll_core.models.checkpoint_names import to_checkpoint_names
 from roll_core.training.base import Policy
 from roll_core.training.learner import Learner
 from roll_core.training.megatron.backend import MegatronBackend, MegatronSettings
@@ -120,7 +120,7 @@ def gradients_of(backend: Any) -> dict[str, torch.Tensor]:
     """By the names of checkpoints."""
     named = backend.gradients()
     if not isinstance(backend, MegatronBackend):
-        named = as_checkpoint((name.removeprefix("model."), gradient) for name, gradient in named)
+        named = to_checkpoint_names((name.removeprefix("model."), gradient) for name, gradient in named)
     return {name: gradient.clone() for name, gradient in named}
 
 

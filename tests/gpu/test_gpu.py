@@ -84,7 +84,7 @@ def test_sampler_and_trainer_agree_on_the_gpu(architecture, precision, dtype, cl
     (batch,) = cut(samples, LIMITS)
     sampler_logprobs_N = torch.tensor([logprob for c in completions for logprob in c.sampler_logprobs])
     (trainer_logprobs_N,) = trained.logprobs([batch], Policy.CURRENT)
-    difference = (trainer_logprobs_N - sampler_logprobs_N[batch.place_N]).abs()
+    difference = (trainer_logprobs_N - sampler_logprobs_N[batch.token_index_N]).abs()
     # In bfloat16 a token whose experts are chosen by a hair may get others: that is no rounding error any more.
     is_rounded_to_others = architecture is Architecture.QWEN3_MOE and precision is Precision.BFLOAT16
     assert difference.quantile(0.98 if is_rounded_to_others else 1.0).item() < close

@@ -22,7 +22,7 @@ from roll_core.training.torch.backend import TorchBackend
 from roll_core.training.torch.trainable import TorchSettings
 from roll_core.types.trajectory import Ending
 from roll_core.weights.buckets import pack, pack_on_device, share_in_place
-from roll_core.weights.checks import Watch
+from roll_core.weights.checks import CheckRecorder
 from tests.micro_batches import cut
 
 GPU = torch.device("cuda")
@@ -56,13 +56,13 @@ class Served:
         self, version: int, backend: TorchBackend, in_flight: InFlightPolicy = InFlightPolicy.FINISH
     ) -> None:
         """As fleet, rank and engine do it: where the weights lie, and every third time by small buckets through a buffer."""
-        watch = Watch(version)
+        recorder = CheckRecorder(version)
         await self.engine.begin_update(in_flight)
-        weights = list(watch.over(backend.weights()))
+        weights = list(recorder.observe(backend.weights()))
         by_buckets = pack_on_device(weights, self.dtype, bucket_bytes=500_000)
         for bucket in by_buckets if version % 3 == 2 else [share_in_place(weights)]:
             await self.engine.load(bucket)
-        await self.engine.finish_update(version, watch.check)
+        await self.engine.finish_update(version, recorder.check)
 
     async def generate(self, asked: list[GenerationRequest]) -> list[Completion]:
         return await asyncio.gather(*(self.engine.generate(request) for request in asked))
@@ -89,7 +89,7 @@ def largest_difference(backend: TorchBackend, asked: list[GenerationRequest], co
     (batch,) = cut(samples, PackingLimits(65536, None, Packing.ROWS))
     sampler_logprobs_N = torch.tensor([logprob for c in completions for logprob in c.sampler_logprobs])
     (trainer_logprobs_N,) = backend.logprobs([batch], Policy.CURRENT)
-    return (trainer_logprobs_N - sampler_logprobs_N[batch.place_N]).abs().max().item()
+    return (trainer_logprobs_N - sampler_logprobs_N[batch.token_index_N]).abs().max().item()
 
 
 def test_sampler_and_trainer_agree_after_updates_through_shared_memory_and_sleep(served):
@@ -113,11 +113,11 @@ def test_weights_by_way_of_the_host_are_the_same(served):
     asked, backend = requests(16), trainer(served.precision, seed=4)
 
     async def by_host() -> list[Completion]:
-        watch = Watch(1)
+        recorder = CheckRecorder(1)
         await served.engine.begin_update(InFlightPolicy.FINISH)
-        for bucket in pack(watch.over(backend.weights()), bucket_bytes=500_000):
+        for bucket in pack(recorder.observe(backend.weights()), bucket_bytes=500_000):
             await served.engine.load(bucket)
-        await served.engine.finish_update(1, watch.check)
+        await served.engine.finish_update(1, recorder.check)
         return await served.generate(asked)
 
     assert largest_difference(backend, asked, served.run(by_host())) < served.close_by
@@ -128,16 +128,16 @@ def test_damaged_weights_are_refused_by_name(served):
 
     async def refused() -> None:
         for version in range(1, 4):
-            watch = Watch(version)
-            list(watch.over(backend.weights()))
-            matrices = [sample.name for sample in watch.check.samples if sample.values.ndim == 2]
+            recorder = CheckRecorder(version)
+            list(recorder.observe(backend.weights()))
+            matrices = [sample.name for sample in recorder.check.samples if sample.values.ndim == 2]
             for name in matrices:
                 damaged = ((n, t.roll(1, dims=-1) if n == name else t) for n, t in backend.weights())
                 await served.engine.begin_update(InFlightPolicy.FINISH)
                 for bucket in pack_on_device(damaged, served.dtype):
                     await served.engine.load(bucket)
                 with pytest.raises(WrongWeights, match=f"version {version} differs .*{name}"):
-                    await served.engine.finish_update(version, watch.check)
+                    await served.engine.finish_update(version, recorder.check)
         await served.adopt_shared(9, backend)
 
     served.run(refused())

@@ -70,7 +70,11 @@ class Workspace:
 
     def start_with(self, fault: str, *arguments: str) -> subprocess.Popen[str]:
         """The same, with roles that note what they generate, and fail as told."""
-        command = [sys.executable, "-m", "tests.integration.faulty_roles", fault, *arguments]
+        return self.start_module("tests.integration.faulty_roles", fault, *arguments)
+
+    def start_module(self, module: str, *arguments: str) -> subprocess.Popen[str]:
+        """Start `python -m MODULE ARGUMENTS`; the module may be one of the tests'."""
+        command = [sys.executable, "-m", module, *arguments]
         return self._start(command, self.environment | {"PYTHONPATH": str(ROOT)})
 
     def _start(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
@@ -103,6 +107,10 @@ class Workspace:
 
     def roll_with(self, fault: str, *arguments: str, deadline_s: float = 300.0) -> subprocess.CompletedProcess[str]:
         return self._finish(self.start_with(fault, *arguments), deadline_s)
+
+    def run_module(self, module: str, *arguments: str, deadline_s: float = 300.0) -> subprocess.CompletedProcess[str]:
+        """Run `python -m MODULE ARGUMENTS` to its end; stdout and stderr together."""
+        return self._finish(self.start_module(module, *arguments), deadline_s)
 
     def _finish(self, process: subprocess.Popen[str], deadline_s: float) -> subprocess.CompletedProcess[str]:
         try:

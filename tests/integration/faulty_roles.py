@@ -66,11 +66,11 @@ class UnreliableReceiver(NotingEngine):
         await super().start()
         self._loads = self._joins = 0
 
-    async def join(self, meeting: "Rendezvous", rank: int) -> None:
+    async def join(self, rendezvous: "Rendezvous", rank: int) -> None:
         self._joins += 1
         if self._joins == 2 and is_first("absent"):
             await asyncio.Event().wait()
-        await super().join(meeting, rank)
+        await super().join(rendezvous, rank)
 
     async def load(self, bucket: "BroadcastBucket") -> int:
         self._loads += 1

@@ -12,7 +12,7 @@ import pytest
 
 from roll_core.reporting.stage_log import Edge, read_stages
 from roll_core.rollout.journal import Journal
-from roll_core.rollout.lifecycle import Place
+from roll_core.rollout.lifecycle import AttemptId
 from roll_core.seeds import derive_seed
 from roll_core.store.records.rollouts import decode_trajectories
 from roll_core.store.records.traces import decode_trace
@@ -29,13 +29,13 @@ def settings(*overrides: str) -> list[str]:
 APART = settings("cluster={devices_per_node: 2, threads_per_device: 1}", "placement={trainer: [0], engines: [1]}")
 
 
-def trajectories_of(workspace: Workspace, manifest: Manifest) -> dict[Place, Trajectory]:
+def trajectories_of(workspace: Workspace, manifest: Manifest) -> dict[AttemptId, Trajectory]:
     """By problem and attempt."""
     decoded = decode_trajectories(workspace.store.get(manifest.collected.trajectories))
     return {(manifest.draws.first + t.group, t.attempt): t for t in decoded}
 
 
-def trace_of(workspace: Workspace, manifest: Manifest) -> list[AttemptTrace]:
+def read_trace(workspace: Workspace, manifest: Manifest) -> list[AttemptTrace]:
     return decode_trace(workspace.store.get(manifest.collected.trace))
 
 
@@ -81,13 +81,13 @@ def test_an_asynchronous_run_is_as_stale_as_it_may_be_and_can_be_replayed(worksp
     assert max(staleness) > 0, "nothing was generated ahead of training"
     for manifest in chain[1:]:
         trajectories = trajectories_of(workspace, manifest)
-        traced = {(attempt.problem, attempt.attempt): attempt for attempt in trace_of(workspace, manifest)}
+        traced = {(attempt.problem, attempt.attempt): attempt for attempt in read_trace(workspace, manifest)}
         assert traced.keys() == trajectories.keys()
-        for place, attempt in traced.items():
+        for attempt_id, attempt in traced.items():
             assert attempt.fate is Fate.TRAINED
-            assert attempt.num_tokens == trajectories[place].num_completion_tokens
-            assert attempt.num_prompt_tokens == len(trajectories[place].turns[0].prompt_ids)
-            assert attempt.oldest_version == min(versions_of(trajectories[place]))
+            assert attempt.num_tokens == trajectories[attempt_id].num_completion_tokens
+            assert attempt.num_prompt_tokens == len(trajectories[attempt_id].turns[0].prompt_ids)
+            assert attempt.oldest_version == min(versions_of(trajectories[attempt_id]))
             assert {span.engine for span in attempt.spans} == {"engine 0"}
             assert attempt.drawn_at <= attempt.spans[0].begin <= attempt.spans[-1].end <= attempt.graded_at
             assert attempt.graded_at <= attempt.consumed_at
@@ -116,7 +116,7 @@ class Broken:
 
     workspace: Workspace
     before_scheduler_died: list[Manifest]
-    kept: set[Place]
+    kept: set[AttemptId]
     """Finished, not used up, and in the store when the scheduler died."""
     seeds_afterwards: set[int]
     """Of what was generated from then on."""
@@ -141,7 +141,11 @@ def broken(new_workspace) -> Broken:
         wait_until(lambda: is_ahead(workspace), "something is finished ahead of training")
         os.kill(workspace.pid_of("rollout scheduler"), signal.SIGKILL)
         before = workspace.chain()
-        kept = {place for place in Journal(workspace.store, "tiny-1", 0.0).read() if place[0] >= before[-1].next_problem}
+        kept = {
+            attempt_id
+            for attempt_id in Journal(workspace.store, "tiny-1", 0.0).read()
+            if attempt_id[0] >= before[-1].next_problem
+        }
         workspace.seeds_generated()
         workspace.wait_for_iteration(len(before) + 1)
     finally:
@@ -170,7 +174,7 @@ def test_a_scheduler_that_dies_costs_a_leg_and_nothing_that_was_finished(broken)
     assert {manifest.leg for manifest in later} == {2}
     assert broken.kept
     assert broken.seeds_afterwards, "nothing was generated after the scheduler died"
-    assert not broken.seeds_afterwards & {derive_seed(0, "attempt", *place) for place in broken.kept}
+    assert not broken.seeds_afterwards & {derive_seed(0, "attempt", *attempt_id) for attempt_id in broken.kept}
 
 
 def test_after_all_kills_every_problem_was_trained_on_once_as_in_a_run_without_any(broken):
@@ -226,13 +230,13 @@ def worked_during_updates(workspace: Workspace, chain: list[Manifest]) -> set[st
     def overlaps(span: Span) -> bool:
         return any(span.begin < end and begin < span.end for begin, end in updates)
 
-    traces = (attempt for manifest in chain[1:] for attempt in trace_of(workspace, manifest))
+    traces = (attempt for manifest in chain[1:] for attempt in read_trace(workspace, manifest))
     return {span.engine for attempt in traces for span in attempt.spans if overlaps(span)}
 
 
 def worked_after_the_first_update(workspace: Workspace, chain: list[Manifest]) -> set[str]:
     _, end = seconds_of_updates(workspace)[0]
-    traces = (attempt for manifest in chain[1:] for attempt in trace_of(workspace, manifest))
+    traces = (attempt for manifest in chain[1:] for attempt in read_trace(workspace, manifest))
     return {span.engine for attempt in traces for span in attempt.spans if span.begin > end}
 
 
@@ -241,7 +245,7 @@ def count(workspace: Workspace, chain: list[Manifest], is_so: Callable[[AttemptT
     return sum(
         is_so(attempt, trajectories_of(workspace, manifest)[attempt.problem, attempt.attempt])
         for manifest in chain[1:]
-        for attempt in trace_of(workspace, manifest)
+        for attempt in read_trace(workspace, manifest)
     )
 
 

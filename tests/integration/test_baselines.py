@@ -58,7 +58,7 @@ def measured(number: int) -> Measured:
 
 def note(baselines: Baselines, number: int, *defects: str) -> None:
     verdict = Verdict(reference="quickstart", run_id=f"quickstart-{number}", defects=defects)
-    baselines.note(ref(number), measured(number), verdict, "a page", NOON + timedelta(days=number))
+    baselines.record(ref(number), measured(number), verdict, "a page", NOON + timedelta(days=number))
 
 
 def test_accepted_runs_come_back_as_they_were_noted(tracking):
@@ -73,8 +73,8 @@ def test_accepted_runs_come_back_as_they_were_noted(tracking):
     assert baselines.accepted("quickstart") == [measured(1), measured(3)], "what was rejected is not among them"
     assert baselines.accepted("quickstart-ppo") == []
     with pytest.raises(UserError, match="quickstart-4 was not judged by a nightly flow"):
-        baselines.begin_anew(ref(4))
-    baselines.begin_anew(ref(2))
+        baselines.restart_from(ref(4))
+    baselines.restart_from(ref(2))
     note(baselines, 4)
     assert baselines.accepted("quickstart") == [measured(2), measured(3), measured(4)], (
         "what was begun before it is not compared with"

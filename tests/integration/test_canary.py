@@ -12,7 +12,7 @@ from ray.cluster_utils import Cluster
 from roll_core.config.operations.legs import NodesConfig
 from roll_core.config.operations.placement import ClusterConfig
 from roll_core.errors import NodeUnfit
-from roll_core.roles.canary import CanaryRequest, ask_nodes, check_nodes, meet, node_name
+from roll_core.roles.canary import CanaryRequest, ask_nodes, check_nodes, node_name, try_all_reduce
 from roll_core.store.records.nodes import read_failures
 from tests.integration.conftest import Workspace
 from tests.support import ROOT
@@ -54,10 +54,10 @@ def test_a_node_without_the_gpus_it_should_have_is_unfit(two_nodes, tmp_path: Pa
 def test_a_collective_that_cannot_begin_says_so(two_nodes, tmp_path: Path):
     _, [first, second] = ask_nodes(CanaryRequest((tmp_path,), 1e-3, num_gpus=0), FIT)
     with socket.create_server(("", 0)) as taken:
-        host = first.meeting_point.rpartition(":")[0]
-        nowhere = dataclasses.replace(first, meeting_point=f"{host}:{taken.getsockname()[1]}")
-        assert meet([nowhere, second], "gloo", 1.0) != ""
-    assert meet([first, second], "gloo", 60.0) == ""
+        host = first.rendezvous_address.rpartition(":")[0]
+        nowhere = dataclasses.replace(first, rendezvous_address=f"{host}:{taken.getsockname()[1]}")
+        assert try_all_reduce([nowhere, second], "gloo", 1.0) != ""
+    assert try_all_reduce([first, second], "gloo", 60.0) == ""
 
 
 def test_a_leg_on_an_unfit_node_ends_with_its_name_and_it_is_remembered(workspace: Workspace):

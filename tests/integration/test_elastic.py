@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 
-from tests.chaos.kill_points import differences
+from tests.chaos.outcomes import differences
 from tests.integration.conftest import wait_until
 from tests.integration.test_slurm import LONG_S, Site, nothing_is_left, site
 

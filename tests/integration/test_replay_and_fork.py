@@ -10,7 +10,7 @@ from safetensors import safe_open
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.exports import read_exports
 from roll_core.store.records.rollouts import decode_trajectories, encode_trajectories
-from roll_core.store.upkeep.garbage import needed_objects
+from roll_core.store.upkeep.garbage import reachable_objects
 from roll_core.types.refs import ArtifactKind, digest_of, record_digest
 from tests.integration.conftest import Workspace
 
@@ -96,7 +96,7 @@ def weights_in(folder: Path) -> dict[str, str]:
 
 def test_checkpoints_are_those_of_the_policy_and_their_files_are_gone(parent):
     assert [checkpoint.iteration for checkpoint in parent.checkpoints()] == [0, 2, 4]
-    assert objects(parent) == needed_objects(parent.store, 0.0)
+    assert objects(parent) == reachable_objects(parent.store, 0.0)
 
 
 def test_gc_says_what_it_would_remove_removes_it_and_then_finds_nothing(parent):
@@ -108,7 +108,7 @@ def test_gc_says_what_it_would_remove_removes_it_and_then_finds_nothing(parent):
     assert parent.store.get(lost) == b"nobody's"
     done = parent.roll("gc")
     assert "1 objects" in done.stdout, done.stdout
-    assert objects(parent) == needed_objects(parent.store, 0.0)
+    assert objects(parent) == reachable_objects(parent.store, 0.0)
     assert parent.roll("gc").stdout.startswith("0 objects")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from roll_core.types.manifest import Manifest
-from tests.chaos.kill_points import differences
+from tests.chaos.outcomes import differences
 from tests.integration.conftest import ROLL, Workspace, wait_until
 from tests.slurm_cluster import SlurmCluster
 from tests.support import ROOT

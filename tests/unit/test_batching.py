@@ -155,8 +155,8 @@ def test_tokens_and_samples_know_their_place_in_the_batch():
     (batch,) = cut(samples, limits, tokens, chosen=[4, 1])
     trained = [t for s in samples for t, is_trained in zip(s.token_ids, s.trained, strict=True) if is_trained]
     assert sorted(batch.sample_S.tolist()) == [1, 4]
-    assert batch.target_ids_N.tolist() == [trained[place] for place in batch.place_N.tolist()]
-    assert batch.tokens.advantages_N.tolist() == tokens.advantages_N[batch.place_N].tolist()
+    assert batch.target_ids_N.tolist() == [trained[place] for place in batch.token_index_N.tolist()]
+    assert batch.tokens.advantages_N.tolist() == tokens.advantages_N[batch.token_index_N].tolist()
     assert batch.num_turns == int(batch.tokens.turn_N.max()) + 1
 
 

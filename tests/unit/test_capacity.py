@@ -11,7 +11,7 @@ from roll_core.config.rollout import InFlightPolicy
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.reporting.activity import iterations_of, stage_spans, summarise
 from roll_core.simulation.fitting import fit_models, non_negative_least_squares, with_slot_times
-from roll_core.simulation.machines import Cost, Demands, EngineModel, GraderModel, SimulatedEngine, TrainerModel
+from roll_core.simulation.machines import Cost, DemandBook, EngineModel, GraderModel, SimulatedEngine, TrainerModel
 from roll_core.simulation.simulator import MachineModels, Prediction, recommend, simulate
 from roll_core.simulation.virtual_time import run_in_virtual_time
 from roll_core.simulation.workload import Demand, SampledWorkload, recorded_workload
@@ -43,7 +43,7 @@ def generated(
     """When each request came back, and with what."""
 
     async def run() -> dict[str, tuple[float, Completion]]:
-        engine = SimulatedEngine("engine 0", model, num_slots, Demands(Lengths()))
+        engine = SimulatedEngine("engine 0", model, num_slots, DemandBook(Lengths()))
         back: dict[str, tuple[float, Completion]] = {}
 
         async def take() -> None:

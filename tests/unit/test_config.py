@@ -235,7 +235,7 @@ def test_roles_that_only_learn_have_one_engine_and_that_holds_no_model(tmp_path)
     placement = {"trainer": [0], "engines": "1-2"}
     inference = {"kind": "vllm", "tensor_parallel": 2}
     config = tiny_config(tmp_path, cluster={"devices_per_node": 3}, placement=placement, inference=inference)
-    learning = config.to_learn_only
+    learning = config.without_engines
     assert (config.engine_devices, learning.engine_devices) == ([(1, 2)], [(1,)])
     assert learning.inference.kind == "rehearsal"
     differ = {name for name in type(config).model_fields if getattr(config, name) != getattr(learning, name)}

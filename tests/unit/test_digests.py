@@ -11,13 +11,14 @@ from roll_core.weights.digests import WeightsDigest
 BY_KERNEL = """
 import torch
 from roll_core.weights.digest_kernel import mix_on_gpu
-from roll_core.weights.digests import FIRST, PLACE, SECOND, mix
+from roll_core.weights.digests import FIRST_FACTOR, POSITION_FACTOR, SECOND_FACTOR, mix
 
 torch.manual_seed(0)
 for dtype in (torch.float32, torch.bfloat16):
     many = [torch.randn(size).to(dtype) for size in (1, 8191, 8192, 20_003, 7)] + [torch.randn(30, 40).to(dtype).T]
     for tensors in (many, many[3:4]):
-        assert mix_on_gpu(tensors, PLACE, FIRST, SECOND).tolist() == mix(tensors).tolist(), (dtype, len(tensors))
+        on_gpu = mix_on_gpu(tensors, POSITION_FACTOR, FIRST_FACTOR, SECOND_FACTOR)
+        assert on_gpu.tolist() == mix(tensors).tolist(), (dtype, len(tensors))
 """
 
 
@@ -36,7 +37,7 @@ def test_a_digest_depends_on_every_bit_name_and_place_and_not_on_how_tensors_com
         if at_once:
             digest.add(tensors)
         else:
-            list(digest.over(tensors))
+            list(digest.observe(tensors))
         return digest.hexdigest()
 
     (a, matrix), (b, row) = weights

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.slurm.elastic import LOOK_S, QUEUE_AGAIN_S, ElasticJobs
+from infra.slurm.elastic import POLL_S, RESUBMIT_S, ElasticJobs
 from infra.slurm.launcher import JobEnd, LegRequest
 from infra.slurm.queue import SlurmUnavailable
 from roll_core.config.load import load_config
@@ -14,7 +14,7 @@ from roll_core.config.operations.legs import ElasticConfig, SlurmLauncherConfig
 from roll_core.config.operations.weights import WeightsTransport
 from roll_core.errors import UserError
 from roll_core.reporting.goodput import engines_over_time
-from roll_core.roles.elastic import STARTS, vacancies
+from roll_core.roles.elastic import MAX_STARTS_PER_SLOT, free_engine_slots
 from roll_core.rollout.meters import Meters
 from roll_core.types.leg import LegEnding
 from roll_core.types.manifest import Manifest, Metrics
@@ -68,18 +68,18 @@ def two_nodes(queue: Queue) -> ElasticJobs:
 def test_jobs_are_queued_once_the_leg_runs_and_for_other_nodes_than_its_own():
     queue = Queue()
     elastic = two_nodes(queue)
-    elastic.look(leg_nodes="", now=1.0)
+    elastic.poll(leg_nodes="", now=1.0)
     assert queue.submitted == []
-    elastic.look(leg_nodes="n[1-2]", now=1.0)
+    elastic.poll(leg_nodes="n[1-2]", now=1.0)
     assert queue.submitted == [replace(EACH, name=f"run.elastic-{n}", exclude=("old", "n[1-2]")) for n in (0, 1)]
-    elastic.look(leg_nodes="n[1-2]", now=1.0 + LOOK_S)
+    elastic.poll(leg_nodes="n[1-2]", now=1.0 + POLL_S)
     assert len(queue.submitted) == 2
 
 
 def test_jobs_of_whoever_was_here_before_are_taken_over():
     queue = Queue(jobs={"run.elastic-1": "7", "other.elastic-0": "8"})
     elastic = two_nodes(queue)
-    elastic.look("n1", now=1.0)
+    elastic.poll("n1", now=1.0)
     assert [request.name for request in queue.submitted] == ["run.elastic-0"]
     assert {job.job_id for job in elastic.find()} == {"7", queue.jobs["run.elastic-0"]}
 
@@ -87,11 +87,11 @@ def test_jobs_of_whoever_was_here_before_are_taken_over():
 def test_a_job_that_is_over_is_queued_again_after_a_while_and_not_on_a_node_it_lost():
     queue = Queue()
     elastic = two_nodes(queue)
-    elastic.look("n1", now=1.0)
+    elastic.poll("n1", now=1.0)
     queue.end("run.elastic-0", lost_nodes=("n5",))
-    elastic.look("n1", now=1.0 + LOOK_S)
+    elastic.poll("n1", now=1.0 + POLL_S)
     assert len(queue.submitted) == 2, "a job that fails at once would fill the queue"
-    elastic.look("n1", now=1.0 + QUEUE_AGAIN_S)
+    elastic.poll("n1", now=1.0 + RESUBMIT_S)
     assert queue.submitted[2:] == [replace(EACH, name="run.elastic-0", exclude=("old", "n1", "n5"))]
     assert [end.lost_nodes for end in elastic.ended] == [("n5",)]
 
@@ -99,29 +99,29 @@ def test_a_job_that_is_over_is_queued_again_after_a_while_and_not_on_a_node_it_l
 def test_a_job_that_somebody_cancelled_is_not_queued_again():
     queue = Queue()
     elastic = two_nodes(queue)
-    elastic.look("n1", now=1.0)
+    elastic.poll("n1", now=1.0)
     queue.end("run.elastic-1", LegEnding.CANCELLED)
     queue.end("run.elastic-0", LegEnding.PREEMPTED)
-    elastic.look("n1", now=1.0 + QUEUE_AGAIN_S)
+    elastic.poll("n1", now=1.0 + RESUBMIT_S)
     assert [request.name for request in queue.submitted[2:]] == ["run.elastic-0"]
 
 
 def test_a_leg_does_not_suffer_from_a_queue_that_is_away(caplog):
     queue = Queue(is_down=True)
     elastic = two_nodes(queue)
-    elastic.look("n1", now=1.0)
+    elastic.poll("n1", now=1.0)
     assert "legs.elastic: sbatch: timed out" in caplog.text
     queue.is_down = False
-    elastic.look("n1", now=1.0 + QUEUE_AGAIN_S)
+    elastic.poll("n1", now=1.0 + RESUBMIT_S)
     assert {request.name for request in queue.submitted} == {"run.elastic-0", "run.elastic-1"}
 
 
 def test_every_place_on_a_node_gets_an_engine_and_another_if_it_dies_but_not_for_ever():
     nodes = {"a": 8, "b": 7}
-    assert vacancies(nodes, Counter(), Counter(), devices_each=2) == ["a"] * 4 + ["b"] * 3
-    assert vacancies(nodes, Counter(a=4, b=2), Counter(a=4, b=3), devices_each=2) == ["b"]
-    assert vacancies({"a": 1}, Counter(), Counter(a=STARTS), devices_each=1) == []
-    assert vacancies({}, Counter(a=1), Counter(a=1), devices_each=1) == []
+    assert free_engine_slots(nodes, Counter(), Counter(), devices_per_engine=2) == ["a"] * 4 + ["b"] * 3
+    assert free_engine_slots(nodes, Counter(a=4, b=2), Counter(a=4, b=3), devices_per_engine=2) == ["b"]
+    assert free_engine_slots({"a": 1}, Counter(), Counter(a=MAX_STARTS_PER_SLOT), devices_per_engine=1) == []
+    assert free_engine_slots({}, Counter(a=1), Counter(a=1), devices_per_engine=1) == []
 
 
 def test_an_engine_that_is_gone_is_not_measured_any_more():
@@ -165,7 +165,7 @@ def settings(*overrides: str):
 def test_nodes_are_asked_for_as_the_legs_but_for_what_is_said():
     leg = SlurmLauncherConfig(partition="gpu", account="lab", options={"constraint": "h100"})
     elastic = ElasticConfig(nodes=2, partition="spot", options={"licenses": "none"})
-    assert elastic.launcher_of(leg) == SlurmLauncherConfig(
+    assert elastic.merged_with(leg) == SlurmLauncherConfig(
         partition="spot", account="lab", options={"constraint": "h100", "licenses": "none"}
     )
 

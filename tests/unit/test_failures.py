@@ -23,7 +23,7 @@ from roll_core.errors import (
     one_line,
 )
 from roll_core.reporting.stage_log import StageLog
-from roll_core.retries import pauses
+from roll_core.retries import backoff_delays
 from roll_core.types.leg import LegEnded, LegEnding
 from roll_core.types.manifest import Receipt
 from tasks.durability import pure
@@ -97,12 +97,12 @@ def test_an_exception_comes_down_to_one_line(error, line):
 # -------------------------------------------------------------------------------------------------- repeats
 def test_pauses_double_up_to_the_longest_and_are_cut_by_half_at_most():
     retries = RetriesConfig(repeats=6, first_delay_seconds=1.0, longest_delay_seconds=10.0)
-    drawn = [pauses(retries) for _ in range(200)]
+    drawn = [backoff_delays(retries) for _ in range(200)]
     for pause, longest in zip(zip(*drawn, strict=True), [1.0, 2.0, 4.0, 8.0, 10.0, 10.0], strict=True):
         assert 0.5 * longest <= min(pause) < 0.6 * longest, "pauses are not spread down to half"
         assert 0.9 * longest < max(pause) <= longest
-    assert pauses(RetriesConfig(repeats=0)) == []
-    assert max(pauses(RetriesConfig(repeats=2000))) <= 30.0
+    assert backoff_delays(RetriesConfig(repeats=0)) == []
+    assert max(backoff_delays(RetriesConfig(repeats=2000))) <= 30.0
 
 
 def pure_task(failures: list[Exception]):

@@ -14,7 +14,7 @@ from roll_core.config.run import RunConfig
 from roll_core.config.training.layout import LayoutConfig
 from roll_core.errors import UserError
 from roll_core.planning.fits import check_memory
-from roll_core.planning.layout_checks import check_divides, faults_of
+from roll_core.planning.layout_checks import check_divides, layout_faults
 from roll_core.planning.memory import layers_in_flight, trainer_memory
 from roll_core.planning.model_shape import parameters_of, shape_of
 from roll_core.planning.proposals import HEADROOM, propose, with_layout
@@ -150,7 +150,7 @@ def test_proposals_fit_divide_and_come_in_order():
     assert all(later >= earlier - 0.01 for earlier, later in pairwise(seconds))
     for proposal in proposals:
         assert proposal.gpu_gb <= (1 - HEADROOM) * DEVICE_GB
-        assert not faults_of(proposal.layout, shape)
+        assert not layout_faults(proposal.layout, shape)
         assert 256 % proposal.layout.ranks_per_copy == 256 % proposal.layout.ranks_per_expert_copy == 0
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from roll_core.data.ledger import draws_of, ledger, totals
+from roll_core.data.ledger import ledger, resolve_draws, totals
 from roll_core.types.manifest import Collected, CollectRequest, DrawOutcome, Draws, Manifest
 from roll_core.types.refs import ArtifactKind, ArtifactRef
 from roll_core.types.trajectory import Ending, Failure
@@ -28,10 +28,10 @@ def collected(outcomes: str) -> Collected:
 def test_each_draw_has_the_outcome_of_its_group():
     aborted = replace(trajectory(3, 0, None), ending=Ending.ABORTED, failure=Failure("generate", "aborted"))
     trajectories = [trajectory(0, 0, 1.0), trajectory(0, 1, None), trajectory(1, 0, 0.0), trajectory(2, 0, None), aborted]
-    draws = draws_of(collected("tttt"), trajectories, trained_groups={0})
+    draws = resolve_draws(collected("tttt"), trajectories, trained_groups={0})
     assert draws == Draws(first=8, outcomes="tfxa")
     assert draws.next == 12
-    assert [(draw.problem, draw.iteration, draw.outcome) for draw in draws.each(3)] == [
+    assert [(draw.problem, draw.iteration, draw.outcome) for draw in draws.expand(3)] == [
         (8, 3, DrawOutcome.TRAINED),
         (9, 3, DrawOutcome.FILTERED),
         (10, 3, DrawOutcome.FAILED),
@@ -41,7 +41,7 @@ def test_each_draw_has_the_outcome_of_its_group():
 
 def test_draws_that_were_left_out_while_collecting_keep_their_outcome_and_the_next_iteration_draws_after_them():
     trajectories = [trajectory(1, 0, 1.0), trajectory(4, 0, 0.5), trajectory(5, 0, None)]
-    draws = draws_of(collected("ftxattaa"), trajectories, trained_groups={1})
+    draws = resolve_draws(collected("ftxattaa"), trajectories, trained_groups={1})
     assert draws == Draws(first=8, outcomes="ftxafxaa")
     assert draws.next == 16
 

@@ -15,7 +15,7 @@ from roll_core.errors import FailureClass
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.runs import open_run
 from roll_core.types.leg import LegEnded, LegEnding
-from tasks.leg_time import FAREWELL_S, LegTime, slow
+from tasks.leg_time import SHUTDOWN_S, LegTime, p95
 from tasks.legs import read_ending
 from tests.support import tiny_config
 
@@ -39,12 +39,12 @@ def ended(ending: LegEnding, last_iteration: int = 3, failure: FailureClass | No
 )
 def test_a_job_without_an_answer_ended_as_slurm_says(state, ending):
     end = read_end(JobState(state), None)
-    assert (end.ending, end.answer) == (ending, None)
+    assert (end.ending, end.result) == (ending, None)
     assert state in end.cause
 
 
 def test_what_slurm_says_is_all_there_is_to_say_of_a_leg_that_answered():
-    assert read_end(JobState("CANCELLED"), NodeReport("answer")).cause == "SLURM says CANCELLED"
+    assert read_end(JobState("CANCELLED"), NodeReport("result")).cause == "SLURM says CANCELLED"
 
 
 def test_a_job_that_nobody_remembers_failed():
@@ -140,22 +140,22 @@ def leg_time(ends_at: float, now: float, walls: list[float]) -> LegTime:
 
 
 def test_a_leg_stops_when_its_next_iteration_and_a_checkpoint_may_not_fit():
-    enough = 30.0 + 5.0 + FAREWELL_S
-    assert leg_time(1000.0, 1000.0 - enough, [30.0, 30.0]).is_over(checkpoint_s=5.0) is None
-    assert leg_time(1000.0, 1000.1 - enough, [30.0, 30.0]).is_over(checkpoint_s=5.0) is LegEnding.WALLTIME
+    enough = 30.0 + 5.0 + SHUTDOWN_S
+    assert leg_time(1000.0, 1000.0 - enough, [30.0, 30.0]).stop_reason(checkpoint_s=5.0) is None
+    assert leg_time(1000.0, 1000.1 - enough, [30.0, 30.0]).stop_reason(checkpoint_s=5.0) is LegEnding.WALLTIME
 
 
-def test_slow_is_what_one_in_twenty_exceeds():
-    assert slow([]) == 0.0
-    assert slow([7.0]) == 7.0
-    assert slow([float(n) for n in range(1, 22)]) == 20.0
+def test_p95_is_what_one_in_twenty_exceeds():
+    assert p95([]) == 0.0
+    assert p95([7.0]) == 7.0
+    assert p95([float(n) for n in range(1, 22)]) == 20.0
 
 
 @pytest.mark.parametrize(("number", "ending"), [(signal.SIGTERM, "preempted"), (signal.SIGUSR2, "walltime")])
 def test_a_signal_ends_a_leg_after_its_iteration_and_only_while_it_listens(number, ending):
     time = leg_time(float("inf"), 0.0, [])
     before = signal.getsignal(number)
-    with time.listening():
+    with time.handling_signals():
         os.kill(os.getpid(), number)
-        assert time.is_over(0.0) == ending
+        assert time.stop_reason(0.0) == ending
     assert signal.getsignal(number) is before

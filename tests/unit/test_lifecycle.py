@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from roll_core.config.rollout import GroupFilter, RolloutConfig
 from roll_core.rollout.filter import build_filter
-from roll_core.rollout.lifecycle import NEXT, GroupState, Lifecycle, Page, Phase, Place, StreamSpec
+from roll_core.rollout.lifecycle import NEXT, AttemptId, GroupState, LedgerPage, Lifecycle, Phase, StreamSpec
 from roll_core.rollout.lookahead import Lookahead
-from roll_core.rollout.metrics import describe_page
+from roll_core.rollout.metrics import page_metrics
 from roll_core.types.manifest import DrawOutcome
 from roll_core.types.trajectory import GREEDY_ATTEMPT
 
@@ -24,25 +24,25 @@ def schedules(count: int) -> settings:
 
 
 # -------------------------------------------------------------------------------------------------- by hand
-def begun(terms: StreamSpec) -> Lifecycle:
+def begun(spec: StreamSpec) -> Lifecycle:
     """With everything that was drawn at the engines."""
-    lives = Lifecycle(terms, first=0, version=0, now=0.0)
-    issue(lives)
-    return lives
+    lifecycle = Lifecycle(spec, first=0, version=0, now=0.0)
+    issue(lifecycle)
+    return lifecycle
 
 
-def issue(lives: Lifecycle) -> list[Place]:
+def issue(lifecycle: Lifecycle) -> list[AttemptId]:
     issued = []
-    while (place := lives.next_queued()) is not None:
-        lives.generating(place, "engine", now=0.0)
-        issued.append(place)
+    while (attempt_id := lifecycle.next_queued()) is not None:
+        lifecycle.generating(attempt_id, "engine", now=0.0)
+        issued.append(attempt_id)
     return issued
 
 
-def end(lives: Lifecycle, place: Place, reward: float | None, num_tokens: int = 5) -> None:
-    lives.generated(place, num_tokens, now=1.0)
-    assert lives.to_grade(now=1.0) == [place]
-    lives.graded(place, reward, now=2.0)
+def end(lifecycle: Lifecycle, attempt_id: AttemptId, reward: float | None, num_tokens: int = 5) -> None:
+    lifecycle.generated(attempt_id, num_tokens, now=1.0)
+    assert lifecycle.to_grade(now=1.0) == [attempt_id]
+    lifecycle.graded(attempt_id, reward, now=2.0)
 
 
 def differ(rewards: list[float]) -> bool:
@@ -50,45 +50,45 @@ def differ(rewards: list[float]) -> bool:
 
 
 def test_a_group_that_is_not_useful_is_replaced_at_once_by_the_next():
-    lives = begun(StreamSpec(num_groups=2, group_size=2, is_useful=differ))
-    assert lives.new_draws() == [0, 1]
-    end(lives, (1, 0), 1.0)
-    end(lives, (1, 1), 1.0)
-    assert lives.new_draws() == [2]
-    assert issue(lives) == [(2, 0), (2, 1)]
-    for place, reward in {(0, 0): 0.0, (0, 1): 1.0, (2, 1): 0.5, (2, 0): 0.0}.items():
-        assert not lives.is_full
-        end(lives, place, reward)
-    assert lives.is_full
-    assert lives.is_settled
-    page = lives.take(now=3.0)
+    lifecycle = begun(StreamSpec(num_groups=2, group_size=2, is_useful=differ))
+    assert lifecycle.new_draws() == [0, 1]
+    end(lifecycle, (1, 0), 1.0)
+    end(lifecycle, (1, 1), 1.0)
+    assert lifecycle.new_draws() == [2]
+    assert issue(lifecycle) == [(2, 0), (2, 1)]
+    for attempt_id, reward in {(0, 0): 0.0, (0, 1): 1.0, (2, 1): 0.5, (2, 0): 0.0}.items():
+        assert not lifecycle.is_full
+        end(lifecycle, attempt_id, reward)
+    assert lifecycle.is_full
+    assert lifecycle.is_settled
+    page = lifecycle.take(now=3.0)
     assert page.outcomes == "tft"
     assert page.consumed == [(0, 0), (0, 1), (2, 0), (2, 1)]
 
 
 def test_a_group_nobody_could_grade_is_kept_without_a_filter_and_replaced_with_one():
     for useful, outcomes in ((None, "t"), (differ, "x")):
-        lives = begun(StreamSpec(num_groups=1, group_size=2, max_draws=1, is_useful=useful))
-        end(lives, (0, 0), None)
-        end(lives, (0, 1), None)
-        assert lives.open_page.outcomes == outcomes
-        assert lives.is_settled
+        lifecycle = begun(StreamSpec(num_groups=1, group_size=2, max_draws=1, is_useful=useful))
+        end(lifecycle, (0, 0), None)
+        end(lifecycle, (0, 1), None)
+        assert lifecycle.pending_page.outcomes == outcomes
+        assert lifecycle.is_settled
 
 
 def test_redundant_attempts_are_aborted_when_enough_are_graded_and_the_baseline_is_waited_for():
-    lives = begun(StreamSpec(num_groups=1, group_size=2, greedy_baseline=True, redundant_attempts=2))
-    end(lives, (0, 3), 1.0)
-    end(lives, (0, 0), None)  # a failed one is made good for
-    end(lives, (0, 2), 0.0, num_tokens=7)
-    assert lives.to_abort() == [(0, 1)]
-    assert not lives.is_full
-    end(lives, (0, GREEDY_ATTEMPT), 1.0)
-    page = lives.take(now=2.0)
-    assert lives.is_aborting  # an engine still has one
-    lives.generated((0, 1), num_tokens=3, now=3.0)
-    assert lives.is_settled
+    lifecycle = begun(StreamSpec(num_groups=1, group_size=2, greedy_baseline=True, redundant_attempts=2))
+    end(lifecycle, (0, 3), 1.0)
+    end(lifecycle, (0, 0), None)  # a failed one is made good for
+    end(lifecycle, (0, 2), 0.0, num_tokens=7)
+    assert lifecycle.to_abort() == [(0, 1)]
+    assert not lifecycle.is_full
+    end(lifecycle, (0, GREEDY_ATTEMPT), 1.0)
+    page = lifecycle.take(now=2.0)
+    assert lifecycle.is_aborting  # an engine still has one
+    lifecycle.generated((0, 1), num_tokens=3, now=3.0)
+    assert lifecycle.is_settled
     assert page.consumed == [(0, -1), (0, 0), (0, 2), (0, 3)]
-    metrics = describe_page(page)
+    metrics = page_metrics(page)
     assert metrics["rollout/aborted_attempts"] == 1.0
     assert metrics["rollout/wasted_tokens"] == 3.0
     assert metrics["rollout/mean_tokens_consumed"] == pytest.approx(17 / 3)
@@ -97,18 +97,18 @@ def test_redundant_attempts_are_aborted_when_enough_are_graded_and_the_baseline_
 
 
 def test_redundant_groups_are_aborted_when_the_batch_is_full_wherever_their_attempts_are():
-    lives = Lifecycle(StreamSpec(num_groups=1, group_size=1, redundant_groups=3), first=0, version=0, now=0.0)
-    for place in ((0, 0), (1, 0), (2, 0)):
-        lives.generating(place, "engine", now=0.0)
-    end(lives, (1, 0), 1.0)
-    page = lives.take(now=2.0)
+    lifecycle = Lifecycle(StreamSpec(num_groups=1, group_size=1, redundant_groups=3), first=0, version=0, now=0.0)
+    for attempt_id in ((0, 0), (1, 0), (2, 0)):
+        lifecycle.generating(attempt_id, "engine", now=0.0)
+    end(lifecycle, (1, 0), 1.0)
+    page = lifecycle.take(now=2.0)
     assert page.outcomes == "ataa"
-    assert lives.to_abort() == [(0, 0), (2, 0)]
-    assert lives.next_queued() is None
-    lives.lost((0, 0), now=2.0)  # its engine died over it
-    lives.generated((2, 0), 4, now=2.0)  # had finished before it heard
-    assert lives.is_settled
-    assert [group.attempts[0].state for group in page.groups] == [
+    assert lifecycle.to_abort() == [(0, 0), (2, 0)]
+    assert lifecycle.next_queued() is None
+    lifecycle.lost((0, 0), now=2.0)  # its engine died over it
+    lifecycle.generated((2, 0), 4, now=2.0)  # had finished before it heard
+    assert lifecycle.is_settled
+    assert [group.attempts[0].phase for group in page.groups] == [
         Phase.ABORTED,
         Phase.GRADED,
         Phase.ABORTED,
@@ -117,26 +117,32 @@ def test_redundant_groups_are_aborted_when_the_batch_is_full_wherever_their_atte
 
 
 def test_a_grade_for_what_was_aborted_says_nothing():
-    lives = begun(StreamSpec(num_groups=1, group_size=1, redundant_attempts=1))
+    lifecycle = begun(StreamSpec(num_groups=1, group_size=1, redundant_attempts=1))
     for number in (0, 1):
-        lives.generated((0, number), 5, now=1.0)
-    assert lives.to_grade(now=1.0) == [(0, 0), (0, 1)]
-    lives.graded((0, 1), 1.0, now=2.0)
-    lives.graded((0, 0), 0.0, now=2.0)
-    assert lives.take(now=2.0).consumed == [(0, 1)]
-    lives.graded((0, 0), 0.0, now=3.0)
+        lifecycle.generated((0, number), 5, now=1.0)
+    assert lifecycle.to_grade(now=1.0) == [(0, 0), (0, 1)]
+    lifecycle.graded((0, 1), 1.0, now=2.0)
+    lifecycle.graded((0, 0), 0.0, now=2.0)
+    assert lifecycle.take(now=2.0).consumed == [(0, 1)]
+    lifecycle.graded((0, 0), 0.0, now=3.0)
 
 
 @pytest.mark.parametrize(
     ("impossible", "says"),
     [
         (
-            lambda lives: lives.generating((0, 0), "engine", 1.0),
+            lambda lifecycle: lifecycle.generating((0, 0), "engine", 1.0),
             r"attempt \(0, 0\) is generating and cannot become generating",
         ),
-        (lambda lives: lives.graded((0, 0), 1.0, 1.0), r"attempt \(0, 0\) is generating and cannot become graded"),
-        (lambda lives: (end(lives, (0, 1), 1.0), end(lives, (0, 1), 1.0)), r"attempt \(0, 1\) is graded and cannot"),
-        (lambda lives: (end(lives, (0, 1), 1.0), lives.lost((0, 1), 1.0)), r"attempt \(0, 1\) is graded and cannot"),
+        (lambda lifecycle: lifecycle.graded((0, 0), 1.0, 1.0), r"attempt \(0, 0\) is generating and cannot become graded"),
+        (
+            lambda lifecycle: (end(lifecycle, (0, 1), 1.0), end(lifecycle, (0, 1), 1.0)),
+            r"attempt \(0, 1\) is graded and cannot",
+        ),
+        (
+            lambda lifecycle: (end(lifecycle, (0, 1), 1.0), lifecycle.lost((0, 1), 1.0)),
+            r"attempt \(0, 1\) is graded and cannot",
+        ),
     ],
 )
 def test_an_impossible_transition_names_the_attempt(impossible, says):
@@ -177,68 +183,68 @@ def test_a_filter_that_makes_no_sense_is_refused(section, says):
 
 # -------------------------------------------------------------------------------------------------- working ahead
 def test_as_many_groups_are_drawn_ahead_as_the_ratio_allows_and_no_more():
-    lives = begun(StreamSpec(num_groups=2, group_size=1, num_batches=9, ahead=1.5))
-    assert lives.new_draws() == [0, 1, 2, 3, 4]
+    lifecycle = begun(StreamSpec(num_groups=2, group_size=1, num_batches=9, ahead=1.5))
+    assert lifecycle.new_draws() == [0, 1, 2, 3, 4]
     for number in (1, 0, 2):
-        end(lives, (number, 0), 1.0)
-    assert lives.new_draws() == []  # what is accepted takes up room until it is trained on
-    assert lives.take(now=3.0).consumed == [(0, 0), (1, 0)]
-    assert lives.new_draws() == []  # the weights have not moved: a later group could become too old
-    lives.adopted(1, now=4.0)
-    assert lives.new_draws() == [5, 6]
-    assert lives.stands_at == (2, 1)
+        end(lifecycle, (number, 0), 1.0)
+    assert lifecycle.new_draws() == []  # what is accepted takes up room until it is trained on
+    assert lifecycle.take(now=3.0).consumed == [(0, 0), (1, 0)]
+    assert lifecycle.new_draws() == []  # the weights have not moved: a later group could become too old
+    lifecycle.adopted(1, now=4.0)
+    assert lifecycle.new_draws() == [5, 6]
+    assert lifecycle.position == (2, 1)
 
 
 def test_a_batch_is_in_the_order_of_the_stream_and_waits_for_what_comes_first():
-    lives = begun(StreamSpec(num_groups=2, group_size=1, num_batches=9, ahead=2.0))
+    lifecycle = begun(StreamSpec(num_groups=2, group_size=1, num_batches=9, ahead=2.0))
     for number in (1, 2, 3, 5):
-        end(lives, (number, 0), 1.0)
-        assert not lives.is_full
-    end(lives, (0, 0), 1.0)
-    assert [lives.take(now=3.0).consumed for _ in range(2)] == [[(0, 0), (1, 0)], [(2, 0), (3, 0)]]
-    assert not lives.is_full
+        end(lifecycle, (number, 0), 1.0)
+        assert not lifecycle.is_full
+    end(lifecycle, (0, 0), 1.0)
+    assert [lifecycle.take(now=3.0).consumed for _ in range(2)] == [[(0, 0), (1, 0)], [(2, 0), (3, 0)]]
+    assert not lifecycle.is_full
 
 
 def test_with_redundant_groups_whoever_is_first_wins_and_what_became_too_old_is_given_up():
-    lives = begun(StreamSpec(num_groups=2, group_size=1, num_batches=9, ahead=1.0, redundant_groups=1))
-    assert lives.new_draws() == [0, 1, 2, 3, 4]
+    lifecycle = begun(StreamSpec(num_groups=2, group_size=1, num_batches=9, ahead=1.0, redundant_groups=1))
+    assert lifecycle.new_draws() == [0, 1, 2, 3, 4]
     for number in (1, 3):
-        end(lives, (number, 0), 1.0)
-    first = lives.take(now=3.0)
+        end(lifecycle, (number, 0), 1.0)
+    first = lifecycle.take(now=3.0)
     assert (first.outcomes, first.consumed) == ("atat", [(1, 0), (3, 0)])
-    assert lives.to_abort() == [(0, 0), (2, 0)]
-    assert lives.new_draws() == [5, 6]
-    lives.adopted(1, now=4.0)
-    assert lives.new_draws() == [7, 8]
-    issue(lives)
+    assert lifecycle.to_abort() == [(0, 0), (2, 0)]
+    assert lifecycle.new_draws() == [5, 6]
+    lifecycle.adopted(1, now=4.0)
+    assert lifecycle.new_draws() == [7, 8]
+    issue(lifecycle)
     for number in (7, 8):
-        end(lives, (number, 0), 1.0)
-    second = lives.take(now=5.0)  # trains version 1; the next batch trains version 2, and 4 to 6 are of version 0
+        end(lifecycle, (number, 0), 1.0)
+    second = lifecycle.take(now=5.0)  # trains version 1; the next batch trains version 2, and 4 to 6 are of version 0
     assert (second.outcomes, second.consumed) == ("aaatt", [(7, 0), (8, 0)])
-    assert lives.stands_at == (9, 2)
+    assert lifecycle.position == (9, 2)
 
 
 def test_nothing_is_drawn_that_no_batch_is_going_to_need():
-    lives = begun(StreamSpec(num_groups=2, group_size=1, num_batches=2, ahead=4.0))
-    assert lives.new_draws() == [0, 1, 2, 3]
+    lifecycle = begun(StreamSpec(num_groups=2, group_size=1, num_batches=2, ahead=4.0))
+    assert lifecycle.new_draws() == [0, 1, 2, 3]
 
 
 def test_what_was_interrupted_goes_first_and_keeps_its_tokens():
-    lives = begun(StreamSpec(num_groups=1, group_size=2))
-    lives.interrupted((0, 1), num_tokens=3, now=1.0)
-    lives.lost((0, 0), now=1.5)
-    assert lives.next_queued() == (0, 1)
-    lives.generating((0, 1), "other", now=2.0)
-    lives.generated((0, 1), num_tokens=5, now=4.0)
-    (life,) = [life for life in lives.open_page.groups[0].attempts if life.place == (0, 1)]
-    assert [(span.engine, span.begin, span.end, span.num_tokens) for span in life.spans] == [
+    lifecycle = begun(StreamSpec(num_groups=1, group_size=2))
+    lifecycle.interrupted((0, 1), num_tokens=3, now=1.0)
+    lifecycle.lost((0, 0), now=1.5)
+    assert lifecycle.next_queued() == (0, 1)
+    lifecycle.generating((0, 1), "other", now=2.0)
+    lifecycle.generated((0, 1), num_tokens=5, now=4.0)
+    (attempt,) = [attempt for attempt in lifecycle.pending_page.groups[0].attempts if attempt.attempt_id == (0, 1)]
+    assert [(span.engine, span.begin, span.end, span.num_tokens) for span in attempt.spans] == [
         ("engine", 0.0, 1.0, 3),
         ("other", 2.0, 4.0, 2),
     ]
 
 
 # -------------------------------------------------------------------------------------------------- driven by chance
-TERMS = st.builds(
+SPECS = st.builds(
     StreamSpec,
     num_groups=st.integers(1, 4),
     group_size=st.integers(1, 3),
@@ -255,135 +261,135 @@ TERMS = st.builds(
 class Chance:
     """Drives a lifecycle, one event at a time: loss, interruption, failure, new weights, in any order."""
 
-    def __init__(self, terms: StreamSpec, seed: int, share_failing: float):
+    def __init__(self, spec: StreamSpec, seed: int, share_failing: float):
         self.rng = random.Random(seed)
-        self.lives = Lifecycle(terms, first=0, version=0, now=0.0)
+        self.lifecycle = Lifecycle(spec, first=0, version=0, now=0.0)
         self.share_failing = share_failing
         self.version = 0
-        self.engines: list[Place] = []
-        self.graders: list[Place] = []
-        self.pages: list[Page] = []
+        self.engines: list[AttemptId] = []
+        self.graders: list[AttemptId] = []
+        self.pages: list[LedgerPage] = []
         self.losses = 20
 
     @property
     def is_over(self) -> bool:
-        return self.lives.is_settled and not self.lives.is_full and self.version == len(self.pages)
+        return self.lifecycle.is_settled and not self.lifecycle.is_full and self.version == len(self.pages)
 
     def happen(self, now: float) -> None:
-        rng, lives = self.rng, self.lives
-        lives.to_abort()
+        rng, lifecycle = self.rng, self.lifecycle
+        lifecycle.to_abort()
         if self.version < len(self.pages) and rng.random() < 0.3:
             self.version += 1
-            lives.adopted(self.version, now)
-        if len(self.pages) == self.version and lives.is_full and rng.random() < 0.3:
-            self.pages.append(lives.take(now))
-        if (place := lives.next_queued()) is not None and (not self.engines or rng.random() < 0.5):
-            lives.generating(place, "engine", now)
-            self.engines.append(place)
-        self.graders += lives.to_grade(now) if rng.random() < 0.7 or not self.engines else []
+            lifecycle.adopted(self.version, now)
+        if len(self.pages) == self.version and lifecycle.is_full and rng.random() < 0.3:
+            self.pages.append(lifecycle.take(now))
+        if (attempt_id := lifecycle.next_queued()) is not None and (not self.engines or rng.random() < 0.5):
+            lifecycle.generating(attempt_id, "engine", now)
+            self.engines.append(attempt_id)
+        self.graders += lifecycle.to_grade(now) if rng.random() < 0.7 or not self.engines else []
         held = rng.choice([holder for holder in (self.engines, self.graders) if holder] or [[]])
         if held:
             self.end(held.pop(rng.randrange(len(held))), held is self.engines, now)
 
-    def end(self, place: Place, at_engine: bool, now: float) -> None:
+    def end(self, attempt_id: AttemptId, at_engine: bool, now: float) -> None:
         chance = self.rng.random() if self.losses else 1.0
         self.losses -= chance < 0.15
         if chance < 0.1:
-            self.lives.lost(place, now)
+            self.lifecycle.lost(attempt_id, now)
         elif not at_engine:
             failed = self.rng.random() < self.share_failing
-            self.lives.graded(place, None if failed else self.rng.choice([0.0, 1.0]), now)
+            self.lifecycle.graded(attempt_id, None if failed else self.rng.choice([0.0, 1.0]), now)
         elif chance < 0.15:
-            self.lives.interrupted(place, 1, now)
+            self.lifecycle.interrupted(attempt_id, 1, now)
         else:
-            self.lives.generated(place, 1 + int(now) % 3, now)
+            self.lifecycle.generated(attempt_id, 1 + int(now) % 3, now)
 
 
 @schedules(800)
-@given(TERMS, st.integers(0, 2**32), st.sampled_from([0.0, 0.3]))
-def test_whatever_happens_next_every_life_is_a_legal_path_and_ends(terms, seed, share_failing):
-    chance = Chance(terms, seed, share_failing)
+@given(SPECS, st.integers(0, 2**32), st.sampled_from([0.0, 0.3]))
+def test_whatever_happens_next_every_attempt_takes_a_legal_path_and_ends(spec, seed, share_failing):
+    chance = Chance(spec, seed, share_failing)
     now = 0.0
     while not chance.is_over:
         now += 1.0
         assert now < 100_000, "it does not come to an end"
         chance.happen(now)
     assert not chance.engines
-    rest = chance.lives.open_page
-    check_lives([group for page in [*chance.pages, rest] for group in page.groups])
-    if len(chance.pages) < terms.num_batches:
-        assert terms.is_useful is not None
-        assert len(rest.groups) == 20 + math.floor(terms.ahead * terms.num_groups)
+    rest = chance.lifecycle.pending_page
+    check_attempts([group for page in [*chance.pages, rest] for group in page.groups])
+    if len(chance.pages) < spec.num_batches:
+        assert spec.is_useful is not None
+        assert len(rest.groups) == 20 + math.floor(spec.ahead * spec.num_groups)
     for trained, page in enumerate(chance.pages):
-        check_page(terms, trained, page)
+        check_page(spec, trained, page)
 
 
-def check_lives(groups: list[GroupState]) -> None:
+def check_attempts(groups: list[GroupState]) -> None:
     assert [group.number for group in groups] == list(range(len(groups)))
-    for life in (life for group in groups for life in group.attempts):
-        assert life.state in (Phase.GRADED, Phase.FAILED, Phase.ABORTED)
-        assert all(after in NEXT[before] for (before, _), (after, _) in pairwise(life.history))
-        assert [now for _, now in life.history] == sorted(now for _, now in life.history)
-        assert sum(span.num_tokens for span in life.spans) == life.num_tokens
+    for attempt in (attempt for group in groups for attempt in group.attempts):
+        assert attempt.phase in (Phase.GRADED, Phase.FAILED, Phase.ABORTED)
+        assert all(after in NEXT[before] for (before, _), (after, _) in pairwise(attempt.history))
+        assert [now for _, now in attempt.history] == sorted(now for _, now in attempt.history)
+        assert sum(span.num_tokens for span in attempt.spans) == attempt.num_tokens
 
 
-def check_page(terms: StreamSpec, trained: int, page: Page) -> None:
+def check_page(spec: StreamSpec, trained: int, page: LedgerPage) -> None:
     accepted = [group for group in page.groups if group.outcome is DrawOutcome.TRAINED]
-    assert len(accepted) == terms.num_groups
+    assert len(accepted) == spec.num_groups
     assert len(page.outcomes) == len(page.groups)
-    assert all(trained - math.ceil(terms.ahead) <= group.version <= trained for group in accepted)
-    if not terms.redundant_groups:
+    assert all(trained - math.ceil(spec.ahead) <= group.version <= trained for group in accepted)
+    if not spec.redundant_groups:
         assert "a" not in page.outcomes
     consumed = set(page.consumed)
-    every = [life for group in page.groups for life in group.attempts]
-    wasted = sum(life.num_tokens for life in every if life.place not in consumed)
-    assert describe_page(page)["rollout/wasted_tokens"] == wasted
+    every = [attempt for group in page.groups for attempt in group.attempts]
+    wasted = sum(attempt.num_tokens for attempt in every if attempt.attempt_id not in consumed)
+    assert page_metrics(page)["rollout/wasted_tokens"] == wasted
 
 
 # -------------------------------------------------------------------------------------------------- pacing
 def test_the_lead_shrinks_while_batches_lie_finished_and_grows_at_once_when_the_trainer_waits():
-    pace = Lookahead(3.0)
+    lookahead = Lookahead(3.0)
     now = 0.0
-    pace.taken(now, is_full=True)
+    lookahead.batch_taken(now, is_full=True)
     for expected in (2.75, 2.5, 2.25):  # finished since the batch before it was taken
-        pace.taken(now := now + 2.0, is_full=True)
-        assert pace.lead == expected
-    pace.taken(now := now + 2.0, is_full=False)
-    pace.full(now + 1.0)
-    pace.taken(now := now + 2.0, is_full=False)  # half of the time before it was needed
-    assert pace.lead == 2.0 - 0.125
-    pace.full(now + 2.0)
-    pace.taken(now := now + 2.0, is_full=False)  # waited for
-    assert pace.lead == 2.375
-    pace.full(now + 1.95)
-    pace.taken(now := now + 2.0, is_full=False)  # hardly early: the trainer waited nearly as long
-    assert pace.lead == 2.875
-    pace.full(now + 2.0)
-    pace.taken(now + 2.0, is_full=False)
-    assert pace.lead == 3.0
+        lookahead.batch_taken(now := now + 2.0, is_full=True)
+        assert lookahead.lead == expected
+    lookahead.batch_taken(now := now + 2.0, is_full=False)
+    lookahead.batch_ready(now + 1.0)
+    lookahead.batch_taken(now := now + 2.0, is_full=False)  # half of the time before it was needed
+    assert lookahead.lead == 2.0 - 0.125
+    lookahead.batch_ready(now + 2.0)
+    lookahead.batch_taken(now := now + 2.0, is_full=False)  # waited for
+    assert lookahead.lead == 2.375
+    lookahead.batch_ready(now + 1.95)
+    lookahead.batch_taken(now := now + 2.0, is_full=False)  # hardly early: the trainer waited nearly as long
+    assert lookahead.lead == 2.875
+    lookahead.batch_ready(now + 2.0)
+    lookahead.batch_taken(now + 2.0, is_full=False)
+    assert lookahead.lead == 3.0
 
 
 @pytest.mark.parametrize(("most", "least"), [(0.0, 0.0), (0.5, 0.5), (1.0, 1.0), (4.0, 1.0)])
 def test_the_lead_stays_within_its_bounds(most, least):
-    pace = Lookahead(most)
+    lookahead = Lookahead(most)
     for now in range(100):
-        pace.taken(float(now), is_full=True)
-    assert pace.lead == least
+        lookahead.batch_taken(float(now), is_full=True)
+    assert lookahead.lead == least
 
 
 def test_while_the_trainer_is_slower_what_it_trains_on_is_one_version_old_and_it_never_waits():
     """Every batch takes a second to generate and ten to train."""
-    lives, stale = begun(StreamSpec(num_groups=4, group_size=1, num_batches=60, ahead=3.0)), []
+    lifecycle, stale = begun(StreamSpec(num_groups=4, group_size=1, num_batches=60, ahead=3.0)), []
     for version in range(60):
-        for place in [(g.number, 0) for g in lives.open_page.groups if g.outcome is None]:
-            lives.generated(place, num_tokens=1, now=10.0 * version + 1.0)
-            lives.to_grade(now=10.0 * version + 1.0)
-            lives.graded(place, reward=1.0, now=10.0 * version + 1.0)
-        assert lives.is_full
-        page = lives.take(now=10.0 * version + 1.0 if version == 0 else 10.0 * version + 2.0)
+        for attempt_id in [(g.number, 0) for g in lifecycle.pending_page.groups if g.outcome is None]:
+            lifecycle.generated(attempt_id, num_tokens=1, now=10.0 * version + 1.0)
+            lifecycle.to_grade(now=10.0 * version + 1.0)
+            lifecycle.graded(attempt_id, reward=1.0, now=10.0 * version + 1.0)
+        assert lifecycle.is_full
+        page = lifecycle.take(now=10.0 * version + 1.0 if version == 0 else 10.0 * version + 2.0)
         stale.append(max(version - group.version for group in page.groups))
-        issue(lives)
-        lives.adopted(version + 1, now=10.0 * (version + 1))
-        issue(lives)
+        issue(lifecycle)
+        lifecycle.adopted(version + 1, now=10.0 * (version + 1))
+        issue(lifecycle)
     assert max(stale[:8]) == 3
     assert set(stale[-20:]) == {1}

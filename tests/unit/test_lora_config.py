@@ -5,7 +5,7 @@ import pytest
 from roll_core.errors import UserError
 from roll_core.planning.memory import trainer_memory
 from roll_core.planning.model_shape import shape_of
-from roll_core.planning.preflight import check_targets
+from roll_core.planning.preflight import check_lora_targets
 from tests.support import tiny_config
 
 MIXTURE = {"kind": "scratch", "max_positions": 32, "architecture": "qwen3_moe"}
@@ -32,8 +32,8 @@ def test_settings_that_cannot_be(tmp_path, training, says):
 def test_of_a_mixture_attention_learns_or_nothing(tmp_path):
     config = tiny_config(tmp_path, training={"lora": {"targets": ["gate_proj", "up_proj"]}}, model=MIXTURE)
     with pytest.raises(UserError, match="training.lora.targets .gate_proj, up_proj.: experts of a mixture .* add k_proj, o"):
-        check_targets(config)
-    check_targets(tiny_config(tmp_path, training={"lora": {}}, model=MIXTURE))
+        check_lora_targets(config)
+    check_lora_targets(tiny_config(tmp_path, training={"lora": {}}, model=MIXTURE))
 
 
 def test_the_plan_has_no_gradients_and_moments_of_what_stays(tmp_path):

@@ -9,26 +9,26 @@ from infra.slurm.node import TaskIdentity, wait_for_head
 
 
 @pytest.fixture
-def seat(tmp_path) -> TaskIdentity:
+def task(tmp_path) -> TaskIdentity:
     return TaskIdentity(job_id="7", restart=0, rank=1, node="n2", address="127.0.0.3", folder=tmp_path)
 
 
-def test_a_node_finds_the_head_by_the_file_of_its_job(seat):
-    seat.meeting.write_text(json.dumps({"head": "127.0.0.2:6379"}))
-    head = wait_for_head(seat)
+def test_a_node_finds_the_head_by_the_file_of_its_job(task):
+    task.rendezvous_file.write_text(json.dumps({"head": "127.0.0.2:6379"}))
+    head = wait_for_head(task)
     assert head is not None
     assert head.host_and_port == ("127.0.0.2", 6379)
 
 
-def test_a_node_whose_first_node_gave_up_does_not_wait_for_its_head(seat):
-    seat.over.touch()
-    assert wait_for_head(seat) is None
+def test_a_node_whose_first_node_gave_up_does_not_wait_for_its_head(task):
+    task.done_file.touch()
+    assert wait_for_head(task) is None
 
 
-def test_a_node_does_not_take_an_earlier_start_of_its_job_for_this_one(seat, monkeypatch):
-    monkeypatch.setattr(node, "MEETING_DEADLINE_S", 0.05)
-    monkeypatch.setattr(node, "FOLLOWER_LOOK_S", 0.01)
-    later = TaskIdentity(job_id="7", restart=1, rank=1, node="n2", address="127.0.0.3", folder=seat.folder)
-    seat.over.touch()
+def test_a_node_does_not_take_an_earlier_start_of_its_job_for_this_one(task, monkeypatch):
+    monkeypatch.setattr(node, "RENDEZVOUS_DEADLINE_S", 0.05)
+    monkeypatch.setattr(node, "WORKER_POLL_S", 0.01)
+    later = TaskIdentity(job_id="7", restart=1, rank=1, node="n2", address="127.0.0.3", folder=task.folder)
+    task.done_file.touch()
     with pytest.raises(node.RayLost, match="n2 waited"):
         wait_for_head(later)

@@ -18,10 +18,10 @@ from transformers import (
 )
 
 from roll_core.errors import RollError
-from roll_core.models.checkpoint_names import as_checkpoint
+from roll_core.models.checkpoint_names import to_checkpoint_names
 from roll_core.models.megatron_names import MegatronNames
 from roll_core.models.tensor_files import TensorFiles, TensorsInMemory, WriterRank, write_tensors
-from roll_core.weights.shards import Shard, TensorGatherer, TensorSlice, fill
+from roll_core.weights.shards import Shard, TensorGatherer, TensorSlice, load_shards
 
 SIZES = {
     "vocab_size": 10,
@@ -51,7 +51,7 @@ QKV, FC1, EMBEDDING = (
 def checkpoint(config: PretrainedConfig) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
-    return {name: tensor.detach().clone() for name, tensor in as_checkpoint(model.named_parameters())}
+    return {name: tensor.detach().clone() for name, tensor in to_checkpoint_names(model.named_parameters())}
 
 
 def shard(
@@ -67,13 +67,13 @@ def shard(
 
 
 def filled(config: PretrainedConfig, tensors: dict[str, torch.Tensor], *shards: Shard) -> list[torch.Tensor]:
-    fill(shards, MegatronNames(config), TensorsInMemory(tensors))
+    load_shards(shards, MegatronNames(config), TensorsInMemory(tensors))
     return [each.parameter.data for each in shards]
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_the_names_are_those_of_the_model_in_its_order(config):
-    assert list(MegatronNames(config).hugging_face) == list(checkpoint(config))
+    assert list(MegatronNames(config).checkpoint_names) == list(checkpoint(config))
 
 
 def test_the_queries_of_a_key_head_come_before_it_and_its_values():
@@ -161,7 +161,7 @@ def test_shards_of_files_are_read_like_tensors_in_memory(tmp_path):
     assert len(list((tmp_path / "cut").glob("*.safetensors"))) > 3
     for folder in ("cut", "one"):
         shards = [shard(QKV, (1,), (16, 8), range(3, 11), range(1, 7)), shard(EMBEDDING, (), (10, 8), range(10))]
-        fill(shards, MegatronNames(QWEN3), TensorFiles(tmp_path / folder))
+        load_shards(shards, MegatronNames(QWEN3), TensorFiles(tmp_path / folder))
         in_memory = [shard(QKV, (1,), (16, 8), range(3, 11), range(1, 7)), shard(EMBEDDING, (), (10, 8), range(10))]
         for ours, theirs in zip(shards, filled(QWEN3, tensors, *in_memory), strict=True):
             assert torch.equal(ours.parameter.data, theirs)
@@ -171,7 +171,7 @@ def test_ranks_that_write_a_folder_in_turn_write_the_one_that_a_single_one_write
     tensors = checkpoint(QWEN3)
     write_tensors(tensors.items(), tmp_path / "alone", shard_bytes=600)
     for number in (2, 0, 1):
-        write_tensors(tensors.items(), tmp_path / "together", shard_bytes=600, turn=WriterRank(number, 3))
+        write_tensors(tensors.items(), tmp_path / "together", shard_bytes=600, writer=WriterRank(number, 3))
     alone, together = (
         {file.name: file.read_bytes() for file in (tmp_path / each).iterdir()} for each in ("alone", "together")
     )

@@ -44,7 +44,7 @@ def test_rows_with_one_sequence_need_no_mask(packing):
             torch.equal(mask[0][:length, :length], plain[:length, :length])
             for mask, length in zip(batch.attention_mask(), (batch.segment_RT > 0).sum(1).tolist(), strict=True)
         )
-        assert batch.has_one_sequence_a_row == looks_plain == (packing is Packing.NONE)
+        assert batch.has_one_sequence_per_row == looks_plain == (packing is Packing.NONE)
 
 
 def test_a_blank_micro_batch_trains_nothing_and_is_as_wide():

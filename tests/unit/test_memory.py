@@ -12,7 +12,7 @@ from roll_core.config.run import RunConfig
 from roll_core.config.training.training import Precision, TrainingConfig
 from roll_core.errors import UserError
 from roll_core.models.causal_lm import build_model
-from roll_core.planning.activations import kept_bytes_of_a_layer
+from roll_core.planning.activations import saved_bytes_per_layer
 from roll_core.planning.fits import check_memory
 from roll_core.planning.memory import engine_memory, gpu_memory, trainer_memory
 from roll_core.planning.model_shape import parameters_of, shape_of
@@ -89,7 +89,7 @@ def test_a_trainer_keeps_sixteen_bytes_a_weight_and_what_the_backward_pass_reads
     assert config.training.compile
     memory = trainer_memory(config, QWEN3_0_6B)
     assert memory.weights == pytest.approx(4 * 0.596, rel=1e-3)
-    assert memory.kept + memory.gradients == pytest.approx(16 * 0.596, rel=1e-3)
+    assert memory.resident_gb + memory.gradients == pytest.approx(16 * 0.596, rel=1e-3)
     # a token and layer: 4 x 1024 beside, 2048 + 1024 and 4 x 2048 of attention, a row of 2048, 3 x 3072, in bfloat16; and
     # 2 + 16 + 8 + 16 numbers of norms and softmax in float32
     assert memory.activations == pytest.approx(16384 * 28 * (2 * 26_624 + 4 * 42) / 1e9)
@@ -109,7 +109,7 @@ def test_a_layer_keeps_what_autograd_keeps_of_it(architecture):
     shape = shape_of(model)
     assert shape is not None
     changes = {"model": model, "training": BFLOAT16, "rollout": {"max_new_tokens": 1}}
-    planned = kept_bytes_of_a_layer(RunConfig.model_validate({"name": "small", "iterations": 1, **changes}), shape)
+    planned = saved_bytes_per_layer(RunConfig.model_validate({"name": "small", "iterations": 1, **changes}), shape)
     parameters = parameters_of(shape)
     copies = 2 * (parameters.attention + parameters.mlp + parameters.router) / shape.layers
     assert NUM_TOKENS * planned + copies == pytest.approx(four - three, rel=0.02)
@@ -194,12 +194,12 @@ def test_an_engine_has_what_weights_leave_for_keys_and_values():
 
 def test_offloading_leaves_the_engine_the_gpu():
     config = on_one_gpu(inference__memory_share=0.9, training__micro_batch_tokens=2048)
-    kept = trainer_memory(config, QWEN3_0_6B).kept
+    resident_gb = trainer_memory(config, QWEN3_0_6B).resident_gb
     stays = gpu_memory(config, QWEN3_0_6B, 80.0)
     offloads = gpu_memory(
         on_one_gpu(inference__memory_share=0.9, training__micro_batch_tokens=2048, training__offload=True), QWEN3_0_6B, 80.0
     )
-    assert stays.generating - offloads.generating == pytest.approx(kept)
+    assert stays.generating - offloads.generating == pytest.approx(resident_gb)
     assert stays.updating == offloads.updating
 
 

@@ -12,7 +12,7 @@ FAR = {"mismatch/mean": 0.21, "mismatch/kl": 0.03, "mismatch/share_off": 0.1}
 
 
 def test_a_complaint_names_the_number_the_key_and_what_to_check():
-    complaint = MismatchConfig().complaint(FAR)
+    complaint = MismatchConfig().exceeded_limit(FAR)
     assert complaint is not None
     assert complaint.startswith("mismatch/mean is 0.21, above training.mismatch.max_mean (0.05): ")
     assert "rollout.temperature" in complaint
@@ -29,12 +29,12 @@ def test_a_complaint_names_the_number_the_key_and_what_to_check():
     ],
 )
 def test_any_limit_can_be_the_one(limits, beyond):
-    complaint = limits.complaint(FAR)
+    complaint = limits.exceeded_limit(FAR)
     assert (complaint is None) if beyond is None else f"training.mismatch.max_{beyond} " in str(complaint)
 
 
 def test_a_batch_without_fresh_tokens_is_not_judged():
-    assert MismatchConfig().complaint({"mismatch/fresh_tokens": 0.0, "mismatch/stale_mean": 3.0}) is None
+    assert MismatchConfig().exceeded_limit({"mismatch/fresh_tokens": 0.0, "mismatch/stale_mean": 3.0}) is None
 
 
 def test_an_iteration_beyond_the_limits_is_told_in_one_sentence(caplog):

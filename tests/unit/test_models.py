@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.models import default_folder, write_model
+from flows.cli.models import default_folder, write_model
 from roll_core.errors import UserError
 
 
@@ -16,6 +16,6 @@ def test_where_a_model_goes():
 @pytest.mark.parametrize("module", ["gguf", "accelerate"])
 def test_a_missing_package_is_one_sentence(tmp_path, monkeypatch, module):
     monkeypatch.setattr("roll_core.extras.find_spec", lambda name: None if name == module else object())
-    says = rf"^roll models import: the package {module} is missing: pip install 'roll\[models\]'$"
+    says = rf"^roll models import: the package {module} is missing: pip install 'roll-rl\[models\]'$"
     with pytest.raises(UserError, match=says):
         write_model("smollm2-135m", tmp_path)

@@ -14,13 +14,13 @@ from roll_core.roles.canary import (
     CanaryRequest,
     CollectiveMember,
     check_nodes,
-    clock_troubles,
-    disk_troubles,
+    clock_faults,
+    disk_faults,
     node_name,
-    unmet,
+    unreachable_nodes,
 )
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.records.nodes import NodeFailure, clear_failures, excluded_nodes, note_failure, read_failures
+from roll_core.store.records.nodes import NodeFailure, clear_failures, excluded_nodes, read_failures, record_failure
 
 NOON = datetime(2026, 11, 15, 12, tzinfo=UTC)
 POLICY = NodesConfig(failures=2, window_hours=24)
@@ -36,10 +36,10 @@ def store(tmp_path: Path) -> ObjectStore:
 
 
 def test_a_node_is_left_out_from_its_second_failure_on_and_until_one_of_them_is_a_day_old(store):
-    note_failure(store, failure("gpu-1", hours_ago=20))
-    note_failure(store, failure("gpu-2", hours_ago=1))
+    record_failure(store, failure("gpu-1", hours_ago=20))
+    record_failure(store, failure("gpu-2", hours_ago=1))
     assert excluded_nodes(store, POLICY, NOON) == ()
-    note_failure(store, failure("gpu-1", hours_ago=2))
+    record_failure(store, failure("gpu-1", hours_ago=2))
     assert excluded_nodes(store, POLICY, NOON) == ("gpu-1",)
     assert excluded_nodes(store, POLICY, NOON + timedelta(hours=3.9)) == ("gpu-1",)
     assert excluded_nodes(store, POLICY, NOON + timedelta(hours=4)) == (), "the first one is 24 hours old"
@@ -48,7 +48,7 @@ def test_a_node_is_left_out_from_its_second_failure_on_and_until_one_of_them_is_
 
 def test_failures_that_several_writers_note_at_once_are_all_there(store):
     with ThreadPoolExecutor(16) as writers:
-        list(writers.map(lambda n: note_failure(store, failure("gpu-1", reason=f"writer {n}")), range(64)))
+        list(writers.map(lambda n: record_failure(store, failure("gpu-1", reason=f"writer {n}")), range(64)))
     [(node, failures)] = read_failures(store).items()
     assert node == "gpu-1"
     assert {f.reason for f in failures} == {f"writer {n}" for n in range(64)}
@@ -56,18 +56,18 @@ def test_failures_that_several_writers_note_at_once_are_all_there(store):
 
 def test_what_is_cleared_is_gone_for_that_node_alone_and_may_come_back(store):
     for node in ("gpu-1", "gpu-1", "fe80::1%eth0/x", "fe80::1%eth0/x"):
-        note_failure(store, failure(node))
+        record_failure(store, failure(node))
     assert excluded_nodes(store, POLICY, NOON) == ("fe80::1%eth0/x", "gpu-1"), "whatever a node is called"
     assert clear_failures(store, ["gpu-1"]) == 2
     assert excluded_nodes(store, POLICY, NOON) == ("fe80::1%eth0/x",)
-    note_failure(store, failure("gpu-1"))
+    record_failure(store, failure("gpu-1"))
     assert [len(failures) for failures in read_failures(store).values()] == [2, 1]
 
 
 def test_a_month_later_a_failure_is_forgotten(store):
-    note_failure(store, failure("gpu-1", hours_ago=31 * 24, reason="old"))
-    note_failure(store, failure("gpu-1", hours_ago=29 * 24, reason="younger"))
-    note_failure(store, failure("gpu-1", reason="new"))
+    record_failure(store, failure("gpu-1", hours_ago=31 * 24, reason="old"))
+    record_failure(store, failure("gpu-1", hours_ago=29 * 24, reason="younger"))
+    record_failure(store, failure("gpu-1", reason="new"))
     assert [f.reason for f in read_failures(store)["gpu-1"]] == ["younger", "new"]
 
 
@@ -76,7 +76,7 @@ def test_roll_nodes_shows_and_clears(store, capsys):
     assert capsys.readouterr().out == f"no failures of nodes in {store.uri}\n"
     now = datetime.now(UTC)
     for node in ("gpu-1", "gpu-1", "gpu-2"):
-        note_failure(store, failure(node, hours_ago=1, now=now))
+        record_failure(store, failure(node, hours_ago=1, now=now))
     main(["nodes", "--store", store.uri])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split(maxsplit=1) == ["gpu-1", "2 failures, left out (2 or more in 24 hours)"]
@@ -89,26 +89,22 @@ def test_roll_nodes_shows_and_clears(store, capsys):
 
 
 def test_a_disk_that_is_full_or_cannot_be_written_to_is_named(tmp_path):
-    assert disk_troubles(CanaryRequest((tmp_path,), 1e-9, 0)) == []
+    assert disk_faults(CanaryRequest((tmp_path,), 1e-9, 0)) == []
     assert list(tmp_path.iterdir()) == [], "nothing is left of the probe"
-    [full] = disk_troubles(CanaryRequest((tmp_path,), 1e9, 0))
+    [full] = disk_faults(CanaryRequest((tmp_path,), 1e9, 0))
     assert full.startswith(f"{tmp_path} has ")
     assert full.endswith("(nodes.free_gigabytes asks for 1e+09)")
     file = tmp_path / "file"
     file.touch()
-    assert disk_troubles(CanaryRequest((file,), 1e-9, 0)) == [f"{file} cannot be written to (Not a directory)"]
+    assert disk_faults(CanaryRequest((file,), 1e-9, 0)) == [f"{file} cannot be written to (Not a directory)"]
 
 
 def test_a_clock_may_say_any_time_between_question_and_answer():
     asked_at, answered_at = 1000.0, 1010.0
-    assert clock_troubles(asked_at, answered_at, 1003.0, 30.0) == []
-    assert clock_troubles(asked_at, answered_at, 1040.0, 30.0) == []
-    assert clock_troubles(asked_at, answered_at, 1041.0, 30.0) == [
-        "its clock is off by 31 s (nodes.clock_seconds allows 30)"
-    ]
-    assert clock_troubles(asked_at, answered_at, 900.0, 30.0) == [
-        "its clock is off by 100 s (nodes.clock_seconds allows 30)"
-    ]
+    assert clock_faults(asked_at, answered_at, 1003.0, 30.0) == []
+    assert clock_faults(asked_at, answered_at, 1040.0, 30.0) == []
+    assert clock_faults(asked_at, answered_at, 1041.0, 30.0) == ["its clock is off by 31 s (nodes.clock_seconds allows 30)"]
+    assert clock_faults(asked_at, answered_at, 900.0, 30.0) == ["its clock is off by 100 s (nodes.clock_seconds allows 30)"]
 
 
 @pytest.mark.parametrize(
@@ -122,13 +118,15 @@ def test_a_clock_may_say_any_time_between_question_and_answer():
 )
 def test_who_is_to_blame_for_a_collective_is_found_in_pairs(broken, blamed):
     members = [CollectiveMember(name, "", {}) for name in "abcd"]
-    found = unmet(members, lambda some: "timed out" if broken & {m.node for m in some} else "")
+    found = unreachable_nodes(members, lambda some: "timed out" if broken & {m.node for m in some} else "")
     assert sorted(found) == blamed
-    assert all(troubles == ["collective: timed out"] for troubles in found.values())
+    assert all(faults == ["collective: timed out"] for faults in found.values())
 
 
 def test_of_two_nodes_that_do_not_meet_both_are_named():
-    assert sorted(unmet([CollectiveMember("a", "", {}), CollectiveMember("b", "", {})], lambda _: "timed out")) == ["a", "b"]
+    assert sorted(
+        unreachable_nodes([CollectiveMember("a", "", {}), CollectiveMember("b", "", {})], lambda _: "timed out")
+    ) == ["a", "b"]
 
 
 def test_a_laptop_that_is_full_is_unfit_by_name(tmp_path):

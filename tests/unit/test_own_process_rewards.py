@@ -14,7 +14,7 @@ from roll_core.config.rewards import MathVerify, ReasoningGym, SubprocessGrading
 from roll_core.data.reasoning_gym import ReasoningGymSource
 from roll_core.errors import FailureClass, RewardError, UserError, classify
 from roll_core.rewards.base import Reward, build_reward
-from roll_core.rewards.reasoning_gym import tagged
+from roll_core.rewards.reasoning_gym import text_in_tag
 from roll_core.rewards.subprocess_grader import SubprocessGrader
 from roll_core.roles.reward_role import RewardRole
 from roll_core.types.trajectory import Failure, Message, Problem, Score, Speaker, Trajectory
@@ -161,9 +161,9 @@ def test_reasoning_gym_grades_with_the_scorer_of_the_task():
 
 
 def test_what_is_in_the_last_tags_is_the_answer():
-    assert tagged("<answer>1</answer> no, <answer>\n7 </answer>", "answer") == "7"
-    assert tagged(" 7\n", "answer") == "7"
-    assert tagged("<answer>7</answer>", None) == "<answer>7</answer>"
+    assert text_in_tag("<answer>1</answer> no, <answer>\n7 </answer>", "answer") == "7"
+    assert text_in_tag(" 7\n", "answer") == "7"
+    assert text_in_tag("<answer>7</answer>", None) == "<answer>7</answer>"
 
 
 def test_reasoning_gym_grades_no_other_problems(tmp_path):
@@ -188,5 +188,5 @@ def test_reasoning_gym_grades_no_other_problems(tmp_path):
 )
 def test_a_missing_package_is_one_sentence(monkeypatch, module, build, says):
     monkeypatch.setattr("roll_core.extras.find_spec", lambda name: None if name == module else object())
-    with pytest.raises(UserError, match=f"^{says}.* pip install 'roll\\[math\\]'$"):
+    with pytest.raises(UserError, match=f"^{says}.* pip install 'roll-rl\\[math\\]'$"):
         build()

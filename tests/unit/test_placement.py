@@ -5,7 +5,7 @@ import pytest
 from roll_core.config.load import load_config
 from roll_core.config.operations.weights import WeightsTransport
 from roll_core.errors import UserError
-from roll_core.roles.placement import bundles_of
+from roll_core.roles.placement import device_bundles
 from tests.support import ROOT
 
 QUICKSTART = ROOT / "configs/runs/quickstart.yaml"
@@ -72,5 +72,5 @@ def test_an_engine_takes_as_many_devices_as_hold_its_weights_together():
 
 
 def test_devices_of_an_engine_are_given_out_together_and_all_others_alone():
-    assert bundles_of(6, [(2, 3), (4, 5)]) == ((0,), (1,), (2, 3), (4, 5))
-    assert bundles_of(3, [(0,), (1,)]) == ((0,), (1,), (2,))
+    assert device_bundles(6, [(2, 3), (4, 5)]) == ((0,), (1,), (2, 3), (4, 5))
+    assert device_bundles(3, [(0,), (1,)]) == ((0,), (1,), (2,))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasks.recover import missed_a_checkpoint
+from tasks.recover import is_checkpoint_overdue
 from tests.support import tiny_config
 from tests.unit.test_checkpoint_records import manifest
 
@@ -20,4 +20,4 @@ from tests.unit.test_checkpoint_records import manifest
 )
 def test_a_checkpoint_that_died_with_its_leg_is_made_again(tmp_path, iteration, num_replayed, is_missed):
     config = tiny_config(tmp_path, iterations=10, checkpoint={"every": 4})
-    assert missed_a_checkpoint(manifest("a-1", iteration), num_replayed, config) is is_missed
+    assert is_checkpoint_overdue(manifest("a-1", iteration), num_replayed, config) is is_missed

@@ -8,10 +8,18 @@ from roll_core.config.load import load_config, load_nightly
 from roll_core.config.operations.nightly import ReferenceRun, Tolerances
 from roll_core.errors import UserError
 from roll_core.provenance import library_versions, machine_kind
-from roll_core.reporting.regression import compare, is_only_slower, judge, markdown, measure, robust_sigma, sentence
+from roll_core.reporting.regression import (
+    compare,
+    is_only_slower,
+    judge,
+    markdown,
+    measure_run,
+    robust_sigma,
+    verdict_sentence,
+)
 from roll_core.types.manifest import Collected, CollectRequest, Draws, Evaluated, Manifest
 from roll_core.types.refs import ArtifactKind, ArtifactRef
-from roll_core.types.regression import ComparisonOutcome, Measured, Origin, Verdict, settings_of
+from roll_core.types.regression import ComparisonOutcome, Measured, Origin, Verdict, learning_settings
 from tests.support import ROOT, tiny_config
 
 TOLERANCES = Tolerances()
@@ -164,14 +172,14 @@ def test_only_what_is_merely_slower_is_trained_again():
 
 def test_the_page_and_the_sentence_say_why():
     worse = verdict_on(night(9, reward_last=0.2), nights(8))
-    assert sentence(worse).startswith(
+    assert verdict_sentence(worse).startswith(
         "quickstart-9: regression: reward/last is 0.2, the median of the last 8 accepted runs 0.8, tolerated 0.05"
     )
     page = markdown([worse, verdict_on(night(9), nights(8))])
     assert "## quickstart: regression (quickstart-9)" in page
     assert "## quickstart: accepted (quickstart-9)" in page
     assert "| reward/last | 0.2 | 0.8 | 0.05 | the last 8 | worse |" in page
-    assert sentence(verdict_on(night(9), nights(8))).endswith("none worse; the weights of quickstart-8, to the bit")
+    assert verdict_sentence(verdict_on(night(9), nights(8))).endswith("none worse; the weights of quickstart-8, to the bit")
 
 
 def manifest(iteration: int, reward: float, wall: float, accuracy: float | None) -> Manifest:
@@ -217,7 +225,7 @@ def test_what_is_measured_of_a_run(tmp_path):
         manifest(4, 0.7, 9.9, 0.6),
     ]
     config = tiny_config(tmp_path)
-    measured = measure(config, chain, ORIGIN)
+    measured = measure_run(config, chain, ORIGIN)
     assert measured.quantities == pytest.approx(
         {
             "reward/last": 0.7,  # of the last quarter
@@ -231,7 +239,7 @@ def test_what_is_measured_of_a_run(tmp_path):
     )
     assert measured.weights == ("00000000",) * 5
     assert measured.settings["seed"] == "0"
-    elsewhere = measure(tiny_config(tmp_path / "elsewhere"), chain, ORIGIN)
+    elsewhere = measure_run(tiny_config(tmp_path / "elsewhere"), chain, ORIGIN)
     assert elsewhere.settings == measured.settings, "where things are kept is no part of what a run is"
 
 
@@ -253,4 +261,4 @@ def test_a_kind_of_machine_is_not_a_machine():
     assert kind.partition(", ")[2].startswith(tuple("123456789")), kind
     assert versions.startswith("python 3.")
     assert ", torch " in versions
-    assert settings_of({"store.uri": "x", "seed": "1", "work_dir": "y"}) == {"seed": "1"}
+    assert learning_settings({"store.uri": "x", "seed": "1", "work_dir": "y"}) == {"seed": "1"}

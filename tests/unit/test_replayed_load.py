@@ -69,7 +69,7 @@ def test_weights_come_where_the_loader_put_them_and_it_is_not_asked_again(num_pa
         named = weights(seed)
         for part in range(num_parts):
             replayed.load(named[part::num_parts])
-        replayed.settle()
+        replayed.finish()
         assert all(torch.equal(tensor, loaded(seed)[name]) for name, tensor in model.named_parameters())
     assert model.num_calls == num_parts
 
@@ -87,7 +87,7 @@ def test_what_lies_in_flat_bytes_comes_to_the_same_places_also_if_it_lies_elsewh
             named = [(name, part.view(tensor.shape)) for (name, tensor), part in zip(named, parts, strict=True)]
         for part in range(num_parts):
             replayed.load_flat(*in_flat(named[part::num_parts]))
-        replayed.settle()
+        replayed.finish()
         assert all(torch.equal(tensor, loaded(seed)[name]) for name, tensor in model.named_parameters())
     assert model.num_calls == num_parts
 
@@ -100,7 +100,7 @@ def test_numbers_of_several_kinds_in_one_flat_are_cut_out():
         flat = torch.cat([q.double().flatten().view(torch.uint8), *(t.flatten().view(torch.uint8) for _, t in rest)])
         entries = (TensorEntry("q", (4, 3), "float64"), *(TensorEntry(n, tuple(t.shape), "float32") for n, t in rest))
         replayed.load_flat(flat, FlatLayout(entries, starts_of(entries)))
-        replayed.settle()
+        replayed.finish()
         assert all(torch.equal(tensor, loaded(seed)[name]) for name, tensor in model.named_parameters())
 
 
@@ -109,7 +109,7 @@ def test_a_loader_that_computes_is_asked_every_time():
     replayed = ReplayedLoad(model)
     for seed in range(3):
         replayed.load(weights(seed))
-        replayed.settle()
+        replayed.finish()
         assert torch.equal(model.qk[4:], (loaded(seed)["qk"][4:].float() * 2.0).bfloat16())
     assert model.num_calls == 3
 
@@ -118,9 +118,9 @@ def test_a_part_that_never_came_leaves_the_loader_in_use():
     model = Fused()
     replayed = ReplayedLoad(model)
     replayed.load(weights(0)[:3])
-    replayed.settle()
+    replayed.finish()
     replayed.load(weights(1))
-    replayed.settle()
+    replayed.finish()
     replayed.load(weights(2))
     assert all(torch.equal(tensor, loaded(2)[name]) for name, tensor in model.named_parameters())
     assert model.num_calls == 2

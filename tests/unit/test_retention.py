@@ -14,14 +14,14 @@ from roll_core.store.records.checkpoints import (
     checkpoint_iterations,
     checkpoint_record_name,
     checkpoints_of,
-    mark_name,
     read_checkpoints,
     record_checkpoint,
+    tombstone_name,
 )
-from roll_core.store.records.forks import refuse_without_origin
+from roll_core.store.records.forks import check_origin_exists
 from roll_core.store.records.runs import find_run, read_chain
 from roll_core.store.upkeep import retention
-from roll_core.store.upkeep.retention import Place, needed_places, retire, retired
+from roll_core.store.upkeep.retention import CheckpointKey, checkpoints_to_retire, referenced_checkpoints, retire
 from roll_core.types.refs import CheckpointRef
 from tasks.runs import _claim
 from tests.stored_runs import StoredRuns, weights_digest
@@ -70,7 +70,7 @@ def test_a_policy_keeps_the_last_the_multiples_and_the_best(runs, policy, stay):
     runs.open()
     runs.commit("tiny-1", 8, {0: 0.1, 2: 0.7, 3: 0.9, 4: 0.7, 6: 0.6, 8: 0.2})
     checkpoints = [runs.checkpoint("tiny-1", iteration) for iteration in range(0, 9, 2)]
-    gone = retired(checkpoints, read_chain(runs.store, "tiny-1"), policy, needed=())
+    gone = checkpoints_to_retire(checkpoints, read_chain(runs.store, "tiny-1"), policy, referenced=())
     assert [each.iteration for each in checkpoints if each not in gone] == stay
 
 
@@ -78,7 +78,9 @@ def test_what_was_never_evaluated_is_not_among_the_best(runs):
     runs.open()
     runs.commit("tiny-1", 6, {2: 0.1})
     checkpoints = [runs.checkpoint("tiny-1", iteration) for iteration in (0, 2, 4, 6)]
-    gone = retired(checkpoints, read_chain(runs.store, "tiny-1"), CheckpointConfig(keep_last=1, keep_best=3), needed=())
+    gone = checkpoints_to_retire(
+        checkpoints, read_chain(runs.store, "tiny-1"), CheckpointConfig(keep_last=1, keep_best=3), referenced=()
+    )
     assert [each.iteration for each in gone] == [4]
 
 
@@ -121,7 +123,7 @@ def test_what_a_leg_recorded_that_lost_its_iteration_goes(parent):
 def test_bytes_that_somebody_has_just_put_again_stay_though_their_record_goes(parent):
     """A fork that made the same checkpoint has its files stored, and its record not yet."""
     again = read_checkpoints(parent.store, "tiny-1")[2].files[0].artifact
-    parent.store.make_young(again)
+    parent.store.touch(again)
     retire(parent.store, "tiny-1", LAST, HOUR)
     assert left(parent) == [0, 8]
     assert object_name(again) in parent.objects()
@@ -149,7 +151,7 @@ def test_where_a_fork_left_and_who_teaches_stays(parent):
 def test_a_fork_of_a_fork_may_need_the_grandparents_checkpoint(parent):
     parent.open(name="child", forked_from={"run_id": "tiny-1", "iteration": 6})
     parent.open(name="grandchild", forked_from={"run_id": "child-1", "iteration": 2})
-    assert needed_places(parent.store) == {Place("tiny-1", 6), Place("tiny-1", 2)}
+    assert referenced_checkpoints(parent.store) == {CheckpointKey("tiny-1", 6), CheckpointKey("tiny-1", 2)}
     retire(parent.store, "tiny-1", LAST, HOUR)
     assert left(parent) == [0, 2, 6, 8]
 
@@ -167,7 +169,7 @@ def test_a_fork_retires_its_own_and_never_its_parents(parent):
 
 def test_a_fork_opened_while_its_origin_is_being_marked_keeps_it(parent, monkeypatch):
     """The config is stored after the first look into configs, and before the second."""
-    look, looks = retention.needed_places, []
+    look, looks = retention.referenced_checkpoints, []
 
     def look_then_open(store):
         if looks:
@@ -176,7 +178,7 @@ def test_a_fork_opened_while_its_origin_is_being_marked_keeps_it(parent, monkeyp
         parent.open(name="child", forked_from={"run_id": "tiny-1", "iteration": 4})
         return looks[0]
 
-    monkeypatch.setattr(retention, "needed_places", look_then_open)
+    monkeypatch.setattr(retention, "referenced_checkpoints", look_then_open)
     assert [each.iteration for each in retire(parent.store, "tiny-1", LAST, HOUR)] == [2, 6]
     assert left(parent) == [0, 4, 8]
     assert checkpoint_iterations(parent.store, "tiny-1") == [0, 4, 8]
@@ -186,11 +188,11 @@ def test_a_fork_that_finds_the_mark_once_it_is_opened_is_refused_and_leaves_noth
     """Its preflight was before the mark."""
     config = tiny_config(tmp_path, iterations=9, name="child", forked_from={"run_id": "tiny-1", "iteration": 4})
     check_origins(config)
-    parent.store.create(mark_name("tiny-1", read_checkpoints(parent.store, "tiny-1")[2]), b"")
+    parent.store.create(tombstone_name("tiny-1", read_checkpoints(parent.store, "tiny-1")[2]), b"")
     with pytest.raises(UserError, match=r"tiny-1 has no checkpoint of iteration 4; it has \[0, 2, 6, 8\]"):
         _claim(parent.store, config)
     assert list(parent.store.list("runs/child-1")) == []
-    assert needed_places(parent.store) == set()
+    assert referenced_checkpoints(parent.store) == set()
 
 
 def test_the_mark_of_one_that_was_killed_is_taken_away_or_acted_on(parent):
@@ -198,7 +200,7 @@ def test_the_mark_of_one_that_was_killed_is_taken_away_or_acted_on(parent):
     records = read_checkpoints(parent.store, "tiny-1")
     parent.open(name="child", forked_from={"run_id": "tiny-1", "iteration": 4})
     for record in records[2:4]:
-        parent.store.create(mark_name("tiny-1", record), b"")
+        parent.store.create(tombstone_name("tiny-1", record), b"")
     assert checkpoint_iterations(parent.store, "tiny-1") == [0, 2, 8]
     retire(parent.store, "tiny-1", LAST, HOUR)
     assert checkpoint_iterations(parent.store, "tiny-1") == [0, 4, 8]
@@ -260,10 +262,10 @@ def test_a_fork_whose_origin_is_gone_all_the_same_stops_with_a_sentence(parent):
     """Deleted by hand: the parent's first checkpoint is there, and must not be gone on from."""
     child = parent.open(name="child", forked_from={"run_id": "tiny-1", "iteration": 4})
     chain, origin = read_chain(parent.store, child), ForkedFrom(run_id="tiny-1", iteration=4)
-    refuse_without_origin(parent.store, chain, origin)
+    check_origin_exists(parent.store, chain, origin)
     parent.store.delete(checkpoint_record_name("tiny-1", read_checkpoints(parent.store, "tiny-1")[2]))
     with pytest.raises(ArtifactDamaged, match="forked_from.iteration: the checkpoint of tiny-1@4 is no longer in"):
-        refuse_without_origin(parent.store, chain, origin)
+        check_origin_exists(parent.store, chain, origin)
     parent.commit(child, 5)
     parent.checkpoint(child, 5)
-    refuse_without_origin(parent.store, read_chain(parent.store, child), origin)
+    check_origin_exists(parent.store, read_chain(parent.store, child), origin)

@@ -22,7 +22,7 @@ from roll_core.rewards.number_match import NumberMatchReward
 from roll_core.rollout.filter import build_filter
 from roll_core.rollout.journal import Journal
 from roll_core.rollout.meters import Meter, MeterReading
-from roll_core.rollout.metrics import accuracy, describe
+from roll_core.rollout.metrics import accuracy, batch_metrics
 from roll_core.rollout.renderer import CharacterRenderer
 from roll_core.rollout.scheduler import RolloutScheduler
 from roll_core.rollout.stream import Finished
@@ -226,8 +226,8 @@ def test_a_grader_that_fails_costs_that_trajectory_only():
     failed = [t for t in trajectories if t.failure]
     assert [t.attempt for t in failed] == [1, 1, 1, 1]
     assert all(t.score is None for t in failed)
-    assert describe(trajectories, 3)["rollout/failed"] == 4.0
-    assert describe(trajectories, 3)["reward/mean"] == 0.5
+    assert batch_metrics(trajectories, 3)["rollout/failed"] == 4.0
+    assert batch_metrics(trajectories, 3)["reward/mean"] == 0.5
 
 
 def test_a_filter_of_the_users_decides_which_groups_are_trained_on(their_module):
@@ -454,7 +454,7 @@ def test_a_new_leg_forgets_what_was_made_by_weights_that_were_never_committed():
     """The engine's tokens are of version 3."""
     fail(kept := journal(), scheduler([EchoEngine("a")], AbsentGrader()), RewardUnavailable)
     leg = scheduler([EchoEngine("b")], finished=kept.read())
-    assert (leg.forget_newer(3), leg.forget_newer(2), leg.finished) == (0, 12, {})
+    assert (leg.drop_newer_than(3), leg.drop_newer_than(2), leg.finished) == (0, 12, {})
     asyncio.run(kept.rewrite(leg.finished.values()))
     assert kept.read() == {}
 
@@ -497,7 +497,7 @@ def test_metrics_of_a_batch_by_hand():
         trajectory(1, 1, 0.5),
         trajectory(2, 0, None),
     ]
-    found = describe(batch, weights_version=2)
+    found = batch_metrics(batch, weights_version=2)
     assert found["reward/mean"] == 0.5
     assert found["accuracy/train"] == 0.25
     assert found["reward/informative_groups"] == 0.5  # group 0 differs, group 1 does not
@@ -513,7 +513,7 @@ def test_staleness_is_told_by_share_of_tokens_and_lengths_by_their_tail():
     versions = (2, 2, 1, 0, 0)
     batch[1] = replace(batch[1], turns=(replace(batch[1].turns[0], weights_versions=versions),))
     batch[0] = replace(batch[0], turns=(replace(batch[0].turns[0], weights_versions=(2, 2, 2)),))
-    found = describe(batch, weights_version=2)
+    found = batch_metrics(batch, weights_version=2)
     assert (found["rollout/tokens_0_stale"], found["rollout/tokens_1_stale"], found["rollout/tokens_2_stale"]) == (
         *(5 / 8, 1 / 8, 2 / 8),
     )
@@ -525,9 +525,9 @@ def test_a_meter_tells_mean_peak_and_share_of_the_time_since_it_was_read():
     meter = Meter(now=0.0)
     meter.set(4, now=1.0)
     meter.set(1, now=2.0)
-    assert meter.read(now=4.0) == MeterReading(mean=1.5, peak=4.0, share=0.75)
+    assert meter.read(now=4.0) == MeterReading(mean=1.5, peak=4.0, busy_share=0.75)
     meter.set(0, now=5.0)
-    assert meter.read(now=8.0) == MeterReading(mean=0.25, peak=1.0, share=0.25)
+    assert meter.read(now=8.0) == MeterReading(mean=0.25, peak=1.0, busy_share=0.25)
 
 
 def test_an_unknown_character_is_refused_not_dropped():

@@ -1,4 +1,4 @@
-"""Who gets which request: load, prefix affinity, room, withdrawn engines, whole groups."""
+"""Routing of requests: load, prefix affinity, room, suspended engines, whole groups."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -63,32 +63,32 @@ def test_engines_get_no_more_tokens_than_their_cache_holds():
     assert routed(router("a", tokens_per_engine=1), group=0, count=2) == ["a", None]  # one goes always
 
 
-def test_an_engine_that_was_withdrawn_gets_nothing_until_it_is_given_back():
+def test_an_engine_that_was_suspended_gets_nothing_until_it_is_resumed():
     two = router("a", "b")
     assert routed(two, group=0, count=2) == ["a"] * 2
-    assert two.withdraw(["a"]) == ["0/0", "0/1"]
+    assert two.suspend(["a"]) == ["0/0", "0/1"]
     assert routed(two, group=0, count=2, first=2) == ["b"] * 2
-    assert not two.is_quiet(["a"])
-    two.give_back(["a"])
+    assert not two.is_idle(["a"])
+    two.resume(["a"])
     assert routed(two, group=1, count=1) == ["a"]
 
 
 def test_attempts_come_back_as_they_finish():
-    async def told() -> list[list[str]]:
+    async def emitted() -> list[list[str]]:
         engine, events = OnDemand("a"), []
 
-        def tell(event: RolloutEvent) -> None:
+        def emit(event: RolloutEvent) -> None:
             assert isinstance(event, Completed)
             events.append([completion.request_id for completion in event.completions])
 
-        one = Router([engine], RolloutConfig(), DeadRoles(), tell)
+        one = Router([engine], RolloutConfig(), DeadRoles(), emit)
         for group, number in ((0, 0), (0, 1), (1, 0), (1, 1)):
             one.assign(group, request(group, number))
         one.send()
         for request_id in ("1/1", "0/1", "1/0", "0/0"):
             engine.ended.put_nowait(Completion(request_id, (1,), (0.0,), (0,), Ending.STOP))
-        while not one.is_quiet(["a"]):
+        while not one.is_idle(["a"]):
             await asyncio.sleep(0)
         return events
 
-    assert asyncio.run(told()) == [["1/1"], ["0/1"], ["1/0"], ["0/0"]]
+    assert asyncio.run(emitted()) == [["1/1"], ["0/1"], ["1/0"], ["0/0"]]

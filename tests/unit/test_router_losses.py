@@ -88,5 +88,5 @@ def test_every_trained_token_counts_once_however_rows_are_packed_and_padding_nev
     for part in cut(samples, PackingLimits(60, 30, packing, width_multiple=8)):
         notes_RT = part.routing_notes()[..., 0]
         assert torch.equal(notes_RT == -1, part.segment_RT == 0)
-        assert notes_RT.clamp(min=0).sum() == len(part.place_N)
+        assert notes_RT.clamp(min=0).sum() == len(part.token_index_N)
         assert (notes_RT.flatten()[part.predicted_by_N] > 0).all()

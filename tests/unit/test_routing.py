@@ -1,11 +1,8 @@
 """Records of which experts tokens went to: how they are kept, put together, stored, and laid beside packed tokens."""
 
-import io
 import random
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -13,7 +10,7 @@ from roll_core.batching.packing import PackingLimits
 from roll_core.batching.samples import build_batch
 from roll_core.config.training.training import Packing
 from roll_core.store.records.rollouts import decode_trajectories, encode_trajectories
-from roll_core.types.routing import NOT_RECORDED, RoutedExperts, extended
+from roll_core.types.routing import NOT_RECORDED, RoutedExperts, merge_routing
 from roll_core.types.sample import Sample
 from roll_core.types.trajectory import Ending, Score, Trajectory, Turn
 from tests.micro_batches import cut
@@ -30,18 +27,18 @@ def numbered(num_tokens: int, first: int = 0) -> np.ndarray:
 @pytest.mark.parametrize(("num_experts", "width"), [(8, 1), (255, 1), (256, 2), (1000, 2)])
 def test_numbers_come_back_in_as_few_bytes_as_will_do(num_experts, width):
     experts_tC = np.array([[0, num_experts - 1], [NOT_RECORDED, 3]], dtype=np.int16)
-    kept = RoutedExperts.of(experts_tC, num_experts)
+    kept = RoutedExperts.from_array(experts_tC, num_experts)
     assert (len(kept.numbers), kept.num_tokens) == (4 * width, 2)
     assert np.array_equal(kept.as_array(), experts_tC)
 
 
 def test_what_was_known_of_a_contexts_beginning_stays():
-    first, longer = RoutedExperts.of(numbered(2), 100), RoutedExperts.of(numbered(5, first=50), 100)
-    together = extended(first, longer)
+    first, longer = RoutedExperts.from_array(numbered(2), 100), RoutedExperts.from_array(numbered(5, first=50), 100)
+    together = merge_routing(first, longer)
     assert together is not None
     assert np.array_equal(together.as_array(), np.concatenate([numbered(2), numbered(5, first=50)[2:]]))
-    assert extended(longer, first) == longer
-    assert (extended(None, first), extended(first, None), extended(None, None)) == (first, first, None)
+    assert merge_routing(longer, first) == longer
+    assert (merge_routing(None, first), merge_routing(first, None), merge_routing(None, None)) == (first, first, None)
 
 
 def turn(prompt: tuple[int, ...], completion: tuple[int, ...], experts: RoutedExperts | None) -> Turn:
@@ -52,30 +49,17 @@ def trajectory(*turns: Turn) -> Trajectory:
     return Trajectory("sort/train/0", "sort", 0, 0, turns, Ending.STOP, Score(1.0, True), None)
 
 
-def test_records_are_stored_and_rollouts_from_before_them_can_be_read():
-    recorded = [trajectory(turn((2, 3), (4, 5), RoutedExperts.of(numbered(3), 100))), trajectory(turn((2, 3), (4,), None))]
-    data = encode_trajectories(recorded)
-    assert decode_trajectories(data) == recorded
-    before = decode_trajectories(_without_records(data))
-    assert [each.turns[0].experts for each in before] == [None, None]
-    assert [each.turns[0].completion_ids for each in before] == [(4, 5), (4,)]
-
-
-def _without_records(data: bytes) -> bytes:
-    table, sink = pq.read_table(io.BytesIO(data)), io.BytesIO()
-    place = table.schema.get_field_index("turns")
-    kept = [field for field in table.schema.field(place).type.value_type if field.name != "experts"]
-    schema = table.schema.set(place, pa.field("turns", pa.list_(pa.struct(kept))))
-    rows = table.to_pylist()
-    for row in rows:
-        row["turns"] = [{field.name: each[field.name] for field in kept} for each in row["turns"]]
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), sink)
-    return sink.getvalue()
+def test_records_are_stored_with_the_trajectories():
+    recorded = [
+        trajectory(turn((2, 3), (4, 5), RoutedExperts.from_array(numbered(3), 100))),
+        trajectory(turn((2, 3), (4,), None)),
+    ]
+    assert decode_trajectories(encode_trajectories(recorded)) == recorded
 
 
 def test_later_turns_say_where_the_last_token_of_an_earlier_one_went():
-    first = turn((2, 3), (4, 5), RoutedExperts.of(numbered(3), 200))
-    second = turn((2, 3, 4, 5, 6), (7, 8), RoutedExperts.of(numbered(6, first=100), 200))
+    first = turn((2, 3), (4, 5), RoutedExperts.from_array(numbered(3), 200))
+    second = turn((2, 3, 4, 5, 6), (7, 8), RoutedExperts.from_array(numbered(6, first=100), 200))
     (sample,) = build_batch([trajectory(first, second)]).samples
     assert sample.experts is not None
     assert sample.experts.num_tokens == sample.num_tokens - 1  # nobody has computed the last one
@@ -92,7 +76,7 @@ def recorded_samples(count: int) -> list[Sample]:
 
 def recorded(token_ids: tuple[int, ...]) -> RoutedExperts:
     drawn = [random.Random(hash(token_ids[: place + 1])).choices(range(200), k=6) for place in range(len(token_ids))]
-    return RoutedExperts.of(np.array(drawn, dtype=np.int16), 200)
+    return RoutedExperts.from_array(np.array(drawn, dtype=np.int16), 200)
 
 
 @pytest.mark.parametrize("packing", Packing)
@@ -110,7 +94,7 @@ def test_records_lie_beside_their_tokens_however_rows_are_packed(packing):
                 continue
             assert torch.equal(mine[:-1], torch.from_numpy(sample.experts.as_array()[sample.num_prompt_tokens :]))
             assert (mine[-1] == NOT_RECORDED).all()
-            first = part.predicted_by_N[part.place_N.tolist().index(_first_place(samples, sequence))]
+            first = part.predicted_by_N[part.token_index_N.tolist().index(_first_place(samples, sequence))]
             assert notes_tC[first].tolist() == sample.experts.as_array()[sample.num_prompt_tokens - 1].tolist()
             found += 1
     assert found == 6

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from roll_core.config.rollout import GroupFilter, InFlightPolicy, RolloutConfig
 from roll_core.errors import RewardUnavailable, RoleDied, RollError
 from roll_core.inference.requests import Completion, GenerationRequest
-from roll_core.rollout.lifecycle import Place
+from roll_core.rollout.lifecycle import AttemptId
 from roll_core.rollout.scheduler import Rollout, RolloutScheduler
 from roll_core.rollout.stream import Finished
 from roll_core.seeds import derive_seed
@@ -103,7 +103,7 @@ SCHEDULE = st.builds(
 )
 
 
-def seed_of(schedule: Schedule, place: Place) -> int:
+def seed_of(schedule: Schedule, place: AttemptId) -> int:
     return derive_seed(schedule.seed, "attempt", *place)
 
 
@@ -364,11 +364,11 @@ def carried_out(schedule: Schedule) -> Run:
     raise AssertionError("legs without deaths, outages and kills do not fail")
 
 
-def expected(schedule: Schedule) -> list[tuple[str, list[Place]]]:
+def expected(schedule: Schedule) -> list[tuple[str, list[AttemptId]]]:
     """What iterations without redundancy come to, one problem after the other: outcomes and attempts of each."""
     iterations, problem = [], FIRST_PROBLEM
     for _ in range(schedule.num_iterations):
-        outcomes, places = "", []
+        outcomes, attempt_ids = "", []
         while outcomes.count("t") < schedule.num_groups:
             numbers = range(schedule.group_size)
             grades = [grade_of(seed_of(schedule, (problem, number)), schedule.share_failing) for number in numbers]
@@ -379,18 +379,18 @@ def expected(schedule: Schedule) -> list[tuple[str, list[Place]]]:
                 outcomes += "f"
             else:
                 first = -1 if schedule.greedy else 0
-                places += [(len(outcomes), number) for number in range(first, schedule.group_size)]
+                attempt_ids += [(len(outcomes), number) for number in range(first, schedule.group_size)]
                 outcomes += "t"
             problem += 1
-        iterations.append((outcomes, places))
+        iterations.append((outcomes, attempt_ids))
     return iterations
 
 
 def check_iteration(schedule: Schedule, trained_version: int, rollout: Rollout) -> None:
     """What holds for every batch, redundant or not."""
     first = rollout.draws.first
-    places = [(t.group, t.attempt) for t in rollout.trajectories]
-    assert places == sorted(set(places)), "an attempt is there twice, or out of order"
+    attempt_ids = [(t.group, t.attempt) for t in rollout.trajectories]
+    assert attempt_ids == sorted(set(attempt_ids)), "an attempt is there twice, or out of order"
     for t in rollout.trajectories:
         seed = seed_of(schedule, (first + t.group, t.attempt))
         (turn,) = t.turns
@@ -400,7 +400,7 @@ def check_iteration(schedule: Schedule, trained_version: int, rollout: Rollout) 
         assert (t.score or t.failure) == grade_of(seed, schedule.share_failing)
     outcomes = rollout.draws.outcomes
     assert outcomes.count("t") == schedule.num_groups
-    assert {group for group, _ in places} == {group for group, letter in enumerate(outcomes) if letter == "t"}
+    assert {group for group, _ in attempt_ids} == {group for group, letter in enumerate(outcomes) if letter == "t"}
     assert rollout.metrics["rollout/drawn_groups"] == len(outcomes)
     check_trace(schedule, rollout)
 
@@ -412,9 +412,9 @@ def check_trace(schedule: Schedule, rollout: Rollout) -> None:
     assert set(trained) == {(t.group, t.attempt) for t in rollout.trajectories if t.failure is None}
     for t in rollout.trajectories:
         if t.failure is None:
-            life = trained[t.group, t.attempt]
-            assert life.num_tokens == t.num_completion_tokens
-            assert life.drawn_at <= life.spans[0].begin <= life.spans[-1].end <= life.graded_at <= life.consumed_at
+            trace = trained[t.group, t.attempt]
+            assert trace.num_tokens == t.num_completion_tokens
+            assert trace.drawn_at <= trace.spans[0].begin <= trace.spans[-1].end <= trace.graded_at <= trace.consumed_at
 
 
 def check_run(schedule: Schedule, run: Run) -> None:
@@ -434,9 +434,9 @@ def test_without_redundancy_the_ledger_is_that_of_one_problem_after_the_other(sc
     check_run(schedule, run)
     assert all(world.most_at_once <= schedule.most_in_flight for world in run.worlds)
     wanted = expected(schedule)
-    for (outcomes, places), rollout in zip(wanted, run.committed, strict=False):
+    for (outcomes, attempt_ids), rollout in zip(wanted, run.committed, strict=False):
         assert rollout.draws.outcomes == outcomes
-        assert [(t.group, t.attempt) for t in rollout.trajectories] == places
+        assert [(t.group, t.attempt) for t in rollout.trajectories] == attempt_ids
         assert rollout.metrics["rollout/aborted_attempts"] == 0.0
     if run.too_few:
         outcomes, _ = wanted[len(run.committed)]

@@ -14,8 +14,8 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from infra.slurm import scratch
-scratch.FOLDERS = Path(sys.argv[1])
-with scratch.own_folder("killed") as folder:
+scratch.SCRATCH_ROOT = Path(sys.argv[1])
+with scratch.locked_folder("killed") as folder:
     (folder / "socket").touch()
     print("here", flush=True)
     time.sleep(600)
@@ -24,7 +24,7 @@ with scratch.own_folder("killed") as folder:
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    monkeypatch.setattr(scratch, "FOLDERS", tmp_path / "roll")
+    monkeypatch.setattr(scratch, "SCRATCH_ROOT", tmp_path / "roll")
     return tmp_path / "roll"
 
 
@@ -33,7 +33,7 @@ def names(folders) -> list[str]:
 
 
 def test_a_folder_is_there_for_its_owner_alone_and_goes_with_the_block(folders):
-    with scratch.own_folder("7.0.0") as folder:
+    with scratch.locked_folder("7.0.0") as folder:
         assert folder.stat().st_mode & 0o077 == 0
         (folder / "ray").mkdir()
     assert names(folders) == []
@@ -43,9 +43,9 @@ def test_whoever_comes_removes_what_the_dead_left_and_nothing_of_the_living(fold
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folders)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "here\n"
-    with scratch.own_folder("living"):
+    with scratch.locked_folder("living"):
         assert names(folders) == ["killed", "killed.lock", "living", "living.lock"]
         os.kill(holder.pid, signal.SIGKILL)
         holder.wait()
-        with scratch.own_folder("next"):
+        with scratch.locked_folder("next"):
             assert names(folders) == ["living", "living.lock", "next", "next.lock"]

@@ -13,9 +13,9 @@ from roll_core.store.upkeep.garbage import find_garbage, remove
 from roll_core.store.upkeep.retention import retire_weights
 from roll_core.types.refs import WeightsRef
 from roll_core.weights.buckets import unpack
-from roll_core.weights.checks import Watch
+from roll_core.weights.checks import CheckRecorder
 from roll_core.weights.digests import WeightsDigest
-from roll_core.weights.stored import WeightsReader, WeightsWriter, apply_difference, encode_difference
+from roll_core.weights.stored import WeightsReader, WeightsWriter, apply_delta, encode_delta
 from tests.stored_runs import StoredRuns
 
 HOUR = 3600.0
@@ -63,13 +63,13 @@ def every_bit_pattern() -> Iterator[np.ndarray]:
 def test_a_difference_gives_back_every_bit_whatever_the_numbers_are():
     old, new = every_bit_pattern()
     for width in (1, 2, 4):
-        assert np.array_equal(apply_difference(old, encode_difference(old, new, width)), new)
-        assert np.array_equal(apply_difference(new, encode_difference(new, old, width)), old)
+        assert np.array_equal(apply_delta(old, encode_delta(old, new, width)), new)
+        assert np.array_equal(apply_delta(new, encode_delta(new, old, width)), old)
 
 
 def test_what_did_not_change_takes_next_to_nothing():
     same = np.random.default_rng(0).integers(0, 256, 2**20, dtype=np.uint8)
-    assert len(encode_difference(same, same.copy(), 4)) < 200
+    assert len(encode_delta(same, same.copy(), 4)) < 200
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -94,12 +94,12 @@ def test_an_engine_that_starts_or_missed_versions_begins_with_the_last_whole_one
 
 def test_what_is_stored_says_what_engines_compare_with(runs):
     weights = writer(runs.store).write(4, policy(4))
-    digest, watch = WeightsDigest(), Watch(4)
-    list(digest.over(watch.over(policy(4))))
+    digest, recorder = WeightsDigest(), CheckRecorder(4)
+    list(digest.observe(recorder.observe(policy(4))))
     check = WeightsReader(runs.store).check(weights)
     assert weights.weights_digest == digest.hexdigest()
-    assert check.names == watch.check.names
-    for read, said in zip(check.samples, watch.check.samples, strict=True):
+    assert check.names == recorder.check.names
+    for read, said in zip(check.samples, recorder.check.samples, strict=True):
         assert (read.name, read.columns) == (said.name, said.columns)
         assert torch.equal(read.values, said.values)
 

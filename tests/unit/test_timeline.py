@@ -7,13 +7,13 @@ import pytest
 from roll_core.reporting.activity import (
     Percentiles,
     StageSpan,
-    being_graded,
     count_over_time,
-    ready_groups,
-    side_by_side,
+    grading_intervals,
+    queue_intervals,
+    ready_group_intervals,
+    rows_without_overlap,
     stage_spans,
     summarise,
-    waiting_for_engines,
 )
 from roll_core.reporting.stage_log import Edge, StageEvent
 from roll_core.reporting.timeline import COLUMNS, timeline_html
@@ -63,22 +63,22 @@ def test_counts_rise_and_fall_with_what_is_open():
 
 def test_coarse_counts_keep_their_area():
     counts = count_over_time([(0.0, 2.0), (1.0, 4.0), (1.0, 2.0)])
-    coarse = counts.coarse((0.0, 6.0), 2)
-    assert coarse.times.tolist() == [0.0, 3.0, 6.0]
-    assert coarse.levels.tolist() == pytest.approx([5 / 3, 1 / 3, 0.0])
+    downsampled = counts.downsampled((0.0, 6.0), 2)
+    assert downsampled.times.tolist() == [0.0, 3.0, 6.0]
+    assert downsampled.levels.tolist() == pytest.approx([5 / 3, 1 / 3, 0.0])
 
 
 def test_an_attempt_waits_before_and_between_engines():
-    assert waiting_for_engines(TRACES[1]) == [(0.0, 1.0), (3.0, 4.0)]
+    assert queue_intervals(TRACES[1]) == [(0.0, 1.0), (3.0, 4.0)]
     never_begun = AttemptTrace(4, 0, Fate.ABORTED, 5, None, 2.0, (), None, None, 6.0)
-    assert waiting_for_engines(never_begun) == [(2.0, 6.0)]
+    assert queue_intervals(never_begun) == [(2.0, 6.0)]
 
 
 def test_a_group_is_ready_from_its_last_grade_until_it_is_consumed():
     second = AttemptTrace(0, 1, Fate.TRAINED, 5, 0, 0.0, (), 2.0, 5.5, 6.0)
-    assert ready_groups([TRACES[0], second, TRACES[2]]) == [(6.0, 6.0)]
-    assert ready_groups([second]) == [(5.5, 6.0)]
-    assert being_graded([TRACES[0], second]) == [(5.0, 6.0), (2.0, 5.5)]
+    assert ready_group_intervals([TRACES[0], second, TRACES[2]]) == [(6.0, 6.0)]
+    assert ready_group_intervals([second]) == [(5.5, 6.0)]
+    assert grading_intervals([TRACES[0], second]) == [(5.0, 6.0), (2.0, 5.5)]
 
 
 def test_a_stage_that_was_cut_short_is_left_out():
@@ -104,7 +104,7 @@ def test_iterations_summed_up():
 
 def test_stages_that_overlap_are_drawn_below_each_other():
     spans = [StageSpan("s", name, None, begin, end) for name, begin, end in (("a", 0, 4), ("b", 2, 3), ("c", 4, 5))]
-    assert [[span.name for span in row] for row in side_by_side(spans)] == [["a", "c"], ["b"]]
+    assert [[span.name for span in row] for row in rows_without_overlap(spans)] == [["a", "c"], ["b"]]
 
 
 def test_the_page_stands_alone_and_stays_small_however_many_attempts():

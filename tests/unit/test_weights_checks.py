@@ -2,26 +2,38 @@
 
 import torch
 
-from roll_core.weights.checks import COLUMNS, NUMBERS, TENSORS, Watch, WeightsCheck, check_in_place
+from roll_core.weights.checks import (
+    SAMPLE_ELEMENTS,
+    SAMPLED_COLUMNS,
+    SAMPLED_TENSORS,
+    CheckRecorder,
+    WeightsCheck,
+    check_in_place,
+)
 
 
 def policy() -> list[tuple[str, torch.Tensor]]:
     torch.manual_seed(1)
     dense = [(f"model.layers.{i}.mlp.up_proj.weight", torch.randn(5, 40)) for i in range(30)]
     experts = [(f"model.layers.{i}.mlp.experts.{i % 7}.up_proj.weight", torch.randn(5, 40)) for i in range(300)]
-    return [("model.embed_tokens.weight", torch.randn(NUMBERS, 3)), *dense, *experts, ("model.norm.weight", torch.randn(40))]
+    return [
+        ("model.embed_tokens.weight", torch.randn(SAMPLE_ELEMENTS, 3)),
+        *dense,
+        *experts,
+        ("model.norm.weight", torch.randn(40)),
+    ]
 
 
-def watched(version: int, tensors: list[tuple[str, torch.Tensor]]) -> WeightsCheck:
-    watch = Watch(version)
-    assert list(watch.over(tensors)) == tensors
-    return watch.check
+def recorded_check(version: int, tensors: list[tuple[str, torch.Tensor]]) -> WeightsCheck:
+    recorder = CheckRecorder(version)
+    assert list(recorder.observe(tensors)) == tensors
+    return recorder.check
 
 
 def test_tensors_that_stay_are_sampled_like_those_that_go_by():
     tensors = policy()
     for version in range(5):
-        passing, staying = watched(version, tensors), check_in_place(version, tensors)
+        passing, staying = recorded_check(version, tensors), check_in_place(version, tensors)
         assert staying.names == passing.names
         expected = {sample.name: sample for sample in passing.samples}
         assert {sample.name for sample in staying.samples} == set(expected)
@@ -33,7 +45,9 @@ def test_tensors_that_stay_are_sampled_like_those_that_go_by():
 def test_experts_and_all_others_are_both_looked_at_others_in_each_version():
     chosen = [{sample.name for sample in check_in_place(version, policy()).samples} for version in range(3)]
     for names in chosen:
-        assert sum(".experts." in name for name in names) == sum(".experts." not in name for name in names) == TENSORS
+        assert (
+            sum(".experts." in name for name in names) == sum(".experts." not in name for name in names) == SAMPLED_TENSORS
+        )
     assert len({frozenset(names) for names in chosen}) == 3
 
 
@@ -41,6 +55,6 @@ def test_values_are_the_columns_that_are_named_and_few_of_what_is_long():
     named = dict(policy())
     by_name = {s.name: s for version in range(30) for s in check_in_place(version, list(named.items())).samples}
     assert len(by_name["model.embed_tokens.weight"].columns) == 1
-    assert len(by_name["model.norm.weight"].columns) == COLUMNS
+    assert len(by_name["model.norm.weight"].columns) == SAMPLED_COLUMNS
     for name, sample in by_name.items():
         assert torch.equal(sample.values, named[name][..., list(sample.columns)])

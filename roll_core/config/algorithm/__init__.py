@@ -1,1 +1,1 @@
-"""Algorithm settings: one variant per method, and the sections that all methods share."""
+"""Config of algorithms: one variant per method, and the sections that all methods share."""

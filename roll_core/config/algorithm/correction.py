@@ -1,4 +1,4 @@
-"""Corrections for the difference between the policy that sampled the tokens and the one that trains on them."""
+"""Config of corrections for tokens whose sampler differs from the trained policy, by rounding or by staleness."""
 
 from enum import StrEnum
 
@@ -8,19 +8,25 @@ from roll_core.config.base import Section
 
 
 class CorrectionLevel(StrEnum):
-    """What shares one ratio: a token; a turn (geometric mean); a sequence (geometric mean); a sequence (product)."""
+    """Span of tokens that share one importance ratio."""
 
     TOKEN = "token"
+    """Each token has its own ratio."""
     SEGMENT = "segment"
+    """Tokens of a turn share the geometric mean of their ratios."""
     GEOMETRIC = "geometric"
+    """Tokens of a sequence share the geometric mean of their ratios."""
     SEQUENCE = "sequence"
+    """Tokens of a sequence share the product of their ratios."""
 
 
 class Compared(StrEnum):
-    """What a filter looks at: the ratio anchor / sampler, or the difference of their probabilities."""
+    """Quantity that a filter compares with its bounds."""
 
     RATIO = "ratio"
+    """Ratio anchor / sampler."""
     DIFFERENCE = "difference"
+    """Difference of the probabilities, anchor - sampler."""
 
 
 class WeightingConfig(Section):
@@ -33,7 +39,7 @@ class WeightingConfig(Section):
     """Largest weight (TIS: 2); null never cuts off."""
 
     @model_validator(mode="after")
-    def _in_order(self):
+    def _check_lower_below_upper(self):
         if self.upper is not None and self.lower >= self.upper:
             raise ValueError(f"lower ({self.lower}) must be below upper ({self.upper})")
         return self
@@ -52,11 +58,12 @@ class FilterConfig(Section):
 
     @property
     def bounds(self) -> tuple[float, float]:
+        """Lower and upper bound, with the defaults in place of null."""
         lower, upper = (0.5, 5.0) if self.compared is Compared.RATIO else (-0.2, 0.2)
         return lower if self.lower is None else self.lower, upper if self.upper is None else self.upper
 
     @model_validator(mode="after")
-    def _in_order(self):
+    def _check_lower_below_upper(self):
         lower, upper = self.bounds
         if lower >= upper:
             raise ValueError(f"lower ({lower}) must be below upper ({upper}): everything would be removed")
@@ -73,7 +80,7 @@ class CorrectionConfig(Section):
     """Remove a whole sequence if the ratio of any of its tokens is below this, for example 1e-4."""
 
     @model_validator(mode="after")
-    def _does_something(self):
+    def _check_some_correction_is_set(self):
         if self.weighting is None and not self.filters and self.veto_below is None:
             raise ValueError(
                 "without weighting, filters and veto_below nothing is corrected: set one, or leave correction out"

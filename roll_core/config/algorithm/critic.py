@@ -1,4 +1,4 @@
-"""The value model that some algorithms train beside the policy."""
+"""Config of the critic: the value model that some algorithms train beside the policy."""
 
 from pydantic import NonNegativeInt, PositiveFloat
 
@@ -7,8 +7,10 @@ from roll_core.config.optimizer import OptimizerConfig
 
 
 class CriticOptimizer(OptimizerConfig):
+    """AdamW settings of the critic."""
+
     learning_rate: PositiveFloat = 1e-5
-    """Customarily about ten times the policy's."""
+    """Peak learning rate, reached at the end of the warm-up; customarily about ten times the policy's."""
 
 
 class CriticConfig(Section):

@@ -1,6 +1,7 @@
-"""Algorithms, one variant each, with the knobs of that method only. `roll_core.algorithms.catalog` composes them.
+"""Config of each algorithm: one variant per method, with that method's settings only.
 
-A default is the paper's value where the paper has one. What all methods share is in `policy_update.py`.
+A default is the paper's value if the paper has one. `policy_update.py` has the settings that all methods share;
+`roll_core.algorithms.catalog` builds the losses from these configs.
 """
 
 from enum import StrEnum
@@ -23,10 +24,12 @@ from roll_core.config.algorithm.teachers import TeacherConfig
 
 
 class Baseline(StrEnum):
-    """What REINFORCE++ subtracts: the mean of the batch, or first that of each group."""
+    """Mean that REINFORCE++ subtracts from rewards."""
 
     BATCH = "batch"
+    """Mean of the batch."""
     GROUP = "group"
+    """Mean of each group first, then that of the batch."""
 
 
 class Reinforce(NormalizingUpdate):
@@ -52,7 +55,7 @@ class ReinforcePlusPlus(NormalizingUpdate, ClippedUpdate):
         return self.baseline is Baseline.GROUP or super().compares_groups
 
     @model_validator(mode="after")
-    def _discount_has_an_effect(self):
+    def _check_group_baseline_is_undiscounted(self):
         if self.baseline is Baseline.GROUP and self.discount != 1:
             raise ValueError(f"discount ({self.discount}) must be 1 with baseline group, which compares whole outcomes")
         return self
@@ -133,14 +136,14 @@ class Gigpo(ClippedUpdate):
     aggregation: Aggregation = Aggregation.SEQUENCE_MEAN_TOKEN_MEAN
 
     @model_validator(mode="after")
-    def _some_weight(self):
+    def _check_some_weight_is_positive(self):
         if self.episode_weight == self.step_weight == 0:
             raise ValueError("episode_weight and step_weight cannot both be 0: there would be no advantage")
         return self
 
 
 class TurnReinforce(NormalizingUpdate, ClippedUpdate):
-    """One return per turn, the same for all of its tokens (ROLL's agentic REINFORCE, arXiv 2506.06122)."""
+    """Turn-level REINFORCE: one return per turn for all of its tokens (ROLL's agentic REINFORCE, arXiv 2506.06122)."""
 
     kind: Literal["turn_reinforce"] = "turn_reinforce"
     discount: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -150,7 +153,7 @@ class TurnReinforce(NormalizingUpdate, ClippedUpdate):
 
 
 class StepReinforce(ClippedUpdate):
-    """Returns of turns, normalised over the turns of the group (ROLL's step REINFORCE, arXiv 2506.06122)."""
+    """Step-level REINFORCE: turn returns, normalised over the group's turns (ROLL's step REINFORCE, arXiv 2506.06122)."""
 
     kind: Literal["step_reinforce"] = "step_reinforce"
     discount: float = Field(default=0.95, gt=0.0, le=1.0)
@@ -173,7 +176,7 @@ class Distillation(PolicyUpdate):
         return self.reward_weight > 0
 
     @model_validator(mode="after")
-    def _rewards_have_an_effect(self):
+    def _check_shaped_rewards_have_a_weight(self):
         sections = (self.shaping, *self.domains.values())
         shaped = [key for key in ("kl", "overlong", "reward_clip") for s in sections if getattr(s, key) is not None]
         if shaped and not self.reward_weight:
@@ -195,7 +198,10 @@ class Gspo(ClippedUpdate):
 
 
 class DapoShaping(ShapingConfig):
+    """Shaping with the overlong penalty on by default."""
+
     overlong: OverlongConfig | None = OverlongConfig()
+    """Penalty of long completions, on by default in DAPO; null is none."""
 
 
 class Dapo(ClippedUpdate):
@@ -249,11 +255,11 @@ class TruncatedIs(PolicyUpdate):
     """Divide group-relative rewards by their standard deviation in the group."""
 
     @property
-    def corrects(self) -> bool:
+    def has_correction(self) -> bool:
         return True
 
     @model_validator(mode="after")
-    def _bounds(self):
+    def _check_weights(self):
         _check_sampler_weights(self.lower, self.upper, self.correction)
         return self
 
@@ -281,11 +287,11 @@ class Topr(PolicyUpdate):
         return self.reward_baseline is None
 
     @property
-    def corrects(self) -> bool:
+    def has_correction(self) -> bool:
         return True
 
     @model_validator(mode="after")
-    def _bounds(self):
+    def _check_weights(self):
         _check_sampler_weights(self.lower, self.upper, self.correction)
         if self.positive_weight == self.negative_weight == 0:
             raise ValueError("positive_weight and negative_weight cannot both be 0: nothing would be learned")
@@ -306,13 +312,17 @@ class Kimi(PolicyUpdate):
 
 
 class BehaviourWeighting(WeightingConfig):
+    """Weighting by anchor / sampler without an upper limit by default."""
+
     upper: PositiveFloat | None = None
     """Largest weight; null never cuts off."""
 
 
 class BehaviourCorrection(CorrectionConfig):
+    """Correction that always weights by anchor / sampler."""
+
     weighting: BehaviourWeighting = BehaviourWeighting()
-    """The method's own; without it this is GRPO."""
+    """Weighting by anchor / sampler, which is part of the method: without it this is GRPO."""
 
 
 class DecoupledPpo(ClippedUpdate):
@@ -327,7 +337,7 @@ class DecoupledPpo(ClippedUpdate):
 
 
 def _check_sampler_weights(lower: float, upper: float, correction: CorrectionConfig | None) -> None:
-    """For objectives that weigh tokens by policy / sampler themselves."""
+    """Raise if bounds are out of order or a second weighting is set; for objectives that weight by policy / sampler."""
     if lower >= upper:
         raise ValueError(f"lower ({lower}) must be below upper ({upper})")
     if correction is not None and correction.weighting is not None:

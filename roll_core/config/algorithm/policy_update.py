@@ -1,4 +1,4 @@
-"""What every algorithm has: signals, shaping, corrections, penalties, aggregation. The variants are in `algorithm.py`."""
+"""Config that all algorithms share: signals, shaping, corrections, penalties, aggregation. `methods.py` has the variants."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -13,30 +13,42 @@ from roll_core.config.base import Section
 
 
 class Aggregation(StrEnum):
-    """How token losses become one number, always over the whole batch of an optimizer step."""
+    """Reduction of token losses to one number, always over the whole batch of an optimizer step."""
 
     TOKEN_MEAN = "token_mean"
+    """Mean over all tokens of the batch."""
     SEQUENCE_MEAN_TOKEN_MEAN = "sequence_mean_token_mean"
+    """Mean over each sequence's tokens, then mean over sequences."""
     SEQUENCE_MEAN_TOKEN_SUM = "sequence_mean_token_sum"
+    """Sum over each sequence's tokens, then mean over sequences."""
     FIXED_LENGTH = "fixed_length"
+    """Sum over each sequence's tokens divided by one fixed length, then mean over sequences."""
 
 
 class RatioLevel(StrEnum):
-    """Over what the logarithm of the policy ratio is averaged."""
+    """Span of tokens that share one policy ratio."""
 
     TOKEN = "token"
+    """Each token has its own ratio."""
     TURN = "turn"
+    """Tokens of a turn share one ratio."""
     SEQUENCE = "sequence"
+    """Tokens of a sequence share one ratio."""
 
 
 class Signal(StrEnum):
-    """What is computed before the update because an algorithm declares it; what nobody declares is not computed."""
+    """Quantities per token that an algorithm can declare; only declared ones are computed before the update."""
 
     ANCHOR = "anchor"
+    """Logprobs of the trainer before its first update of the iteration."""
     REFERENCE = "reference"
+    """Logprobs of the frozen reference policy."""
     DIVERGENCE = "divergence"
+    """KL divergence from the reference over the full vocabulary."""
     TEACHER = "teacher"
+    """Logprobs of the teachers."""
     VALUES = "values"
+    """Values of the critic."""
 
 
 class KlLossConfig(Section):
@@ -49,14 +61,14 @@ class KlLossConfig(Section):
 
 
 class PolicyUpdate(Section):
-    """What every algorithm has."""
+    """Settings that every algorithm has."""
 
     uses_anchor: ClassVar[bool] = True
-    """False for objectives without a ratio to the anchor."""
+    """True if the objective has a ratio to the anchor."""
     own_signals: ClassVar[frozenset[Signal]] = frozenset()
-    """What the method's advantages are made of, whatever its knobs."""
+    """Signals that the method's advantages always need, whatever its settings."""
     samples_greedily: ClassVar[bool] = False
-    """True where each problem is also attempted once without chance, as a baseline."""
+    """True if each problem also gets one greedy attempt, as a baseline."""
 
     shaping: ShapingConfig = ShapingConfig()
     """What happens to rewards and trajectories before advantages, and which of them are trained on."""
@@ -78,7 +90,7 @@ class PolicyUpdate(Section):
     """What `aggregation: fixed_length` divides by; null takes rollout.max_new_tokens."""
 
     @model_validator(mode="after")
-    def _fixed_length_is_used(self):
+    def _check_fixed_length_tokens_are_used(self):
         if self.fixed_length_tokens is not None and self.aggregation is not Aggregation.FIXED_LENGTH:
             raise ValueError(
                 f"fixed_length_tokens ({self.fixed_length_tokens}) needs aggregation fixed_length, not {self.aggregation}"
@@ -87,42 +99,43 @@ class PolicyUpdate(Section):
 
     @property
     def compares_groups(self) -> bool:
-        """False where a trajectory needs no others of its problem to be judged."""
+        """True if a trajectory's advantage depends on the others of its group."""
         return True
 
     @property
-    def sections(self) -> dict[str, ShapingConfig]:
-        """All settings of shaping, by their key."""
+    def shaping_sections(self) -> dict[str, ShapingConfig]:
+        """Every shaping section by its dotted key: `algorithm.shaping` and those of the domains."""
         return {"algorithm.shaping": self.shaping} | {f"algorithm.domains.{k}": v for k, v in self.domains.items()}
 
     @property
     def value_model(self) -> CriticConfig | None:
-        """The critic that learns beside the policy, one more update in every iteration, where there is one."""
+        """Config of the critic, which is updated once more in every iteration; None for methods without one."""
         return None
 
     @property
     def has_critic(self) -> bool:
+        """True if the method trains a critic."""
         return self.value_model is not None
 
     @property
     def warmup_iterations(self) -> int:
-        """Iterations at the start in which only the critic learns."""
+        """Iterations at the start that update only the critic."""
         return 0 if self.value_model is None else self.value_model.warmup_iterations
 
     @property
-    def corrects(self) -> bool:
-        """Whether tokens of another policy than the trainer's already count by how likely the trainer finds them."""
+    def has_correction(self) -> bool:
+        """True if tokens are already weighted by an importance ratio to their sampler."""
         return self.correction is not None
 
     @property
-    def corrected(self) -> Self:
-        """The same method with truncated importance sampling, token by token, unless it corrects already."""
-        return self if self.corrects else self.model_copy(update={"correction": CorrectionConfig()})
+    def with_correction(self) -> Self:
+        """This config with token-level truncated importance sampling; unchanged if it has a correction already."""
+        return self if self.has_correction else self.model_copy(update={"correction": CorrectionConfig()})
 
     @property
     def credit_signals(self) -> frozenset[Signal]:
-        """What advantages are made of, beside rewards."""
-        penalties = [section.kl for section in self.sections.values() if section.kl is not None]
+        """Signals that the advantages need, in addition to rewards."""
+        penalties = [section.kl for section in self.shaping_sections.values() if section.kl is not None]
         signals = set(self.own_signals)
         for penalty in penalties:
             full = penalty.estimator is KlEstimator.FULL
@@ -130,7 +143,7 @@ class PolicyUpdate(Section):
         return frozenset(signals)
 
     def loss_signals(self, num_optimizer_steps: int) -> frozenset[Signal]:
-        """What the loss needs. With a single optimizer step the policy is its own anchor until it moves."""
+        """Signals that the loss needs. With a single optimizer step the anchor is the policy itself and is not declared."""
         signals = set()
         if num_optimizer_steps > 1 and (self.uses_anchor or self.correction is not None):
             signals.add(Signal.ANCHOR)
@@ -140,11 +153,12 @@ class PolicyUpdate(Section):
 
     @property
     def needs_reference(self) -> bool:
-        return self.kl_loss is not None or any(section.kl is not None for section in self.sections.values())
+        """True if a frozen reference policy must be loaded."""
+        return self.kl_loss is not None or any(section.kl is not None for section in self.shaping_sections.values())
 
 
 class NormalizingUpdate(PolicyUpdate):
-    """For algorithms without a baseline of their own: rewards can be normalised."""
+    """Settings of algorithms without a baseline of their own: rewards can be normalised."""
 
     shaping: NormalizingConfig = NormalizingConfig()
     """As in every algorithm, and with `normalize`."""
@@ -158,7 +172,7 @@ class NormalizingUpdate(PolicyUpdate):
 
 
 class ClippedUpdate(PolicyUpdate):
-    """What every algorithm with PPO's clipped ratio has."""
+    """Settings of every algorithm with PPO's clipped ratio."""
 
     clip_low: PositiveFloat = 0.2
     """The policy ratio is clipped below at 1 - clip_low (PPO's 0.2)."""
@@ -168,7 +182,7 @@ class ClippedUpdate(PolicyUpdate):
     """For negative advantages the loss is at most minus this times the advantage (3 in arXiv 1912.09729); null: no bound."""
 
     @model_validator(mode="after")
-    def _clip_low_below_one(self):
+    def _check_clip_low_below_one(self):
         if self.clip_low >= 1:
             raise ValueError(f"clip_low ({self.clip_low}) must be below 1: the ratio is clipped at 1 - clip_low")
         return self

@@ -1,20 +1,26 @@
-"""What happens to rewards and trajectories before advantages; the same sections in every algorithm, and for a domain."""
+"""Config of reward shaping, masks and sample weights, which apply around the advantages in every algorithm."""
 
 from enum import StrEnum
+from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from roll_core.config.base import Section
+from roll_core.config.base import Section, Unit
 
 
 class StatisticsFrom(StrEnum):
-    """Whose mean or standard deviation a reward is compared with."""
+    """Rewards whose mean is subtracted from a reward, or whose standard deviation divides it."""
 
     NONE = "none"
+    """No rewards: nothing is subtracted or divided."""
     GROUP = "group"
+    """Rewards of the same problem."""
     DOMAIN = "domain"
+    """Rewards of the same domain in the batch."""
     BATCH = "batch"
+    """All rewards of the batch."""
     RUNNING = "running"
+    """Rewards of the same domain over the whole run so far."""
 
 
 class KlEstimator(StrEnum):
@@ -22,10 +28,15 @@ class KlEstimator(StrEnum):
     full = the exact sum over the vocabulary, which runs the reference beside the policy."""
 
     K1 = "k1"
+    """Unbiased; high variance, may be negative."""
     K2 = "k2"
+    """Biased; low variance, never negative."""
     K3 = "k3"
+    """Unbiased; low variance, never negative."""
     ABSOLUTE = "absolute"
+    """Biased; never negative."""
     FULL = "full"
+    """Exact; runs the reference beside the policy."""
 
 
 class NormalizeConfig(Section):
@@ -48,9 +59,9 @@ class OverlongConfig(Section):
 class AdaptiveKlConfig(Section):
     """Moves the coefficient so that the KL stays near a target (Ziegler et al., arXiv 1909.08593)."""
 
-    target: PositiveFloat = 6.0
+    target: Annotated[PositiveFloat, Unit("nats")] = 6.0
     """KL per trajectory to aim at, in nats (Ziegler: 6)."""
-    horizon: PositiveFloat = 10000.0
+    horizon: Annotated[PositiveFloat, Unit("trajectories")] = 10000.0
     """Trajectories over which the coefficient may change by `max_error` of itself (Ziegler: 10000)."""
     max_error: PositiveFloat = 0.2
     """A KL further from its target than this share counts as this far (Ziegler: 0.2)."""
@@ -81,7 +92,7 @@ class MasksConfig(Section):
     """Leave out wrong answers longer than this."""
 
     @model_validator(mode="after")
-    def _something_between(self):
+    def _check_min_below_max_accuracy(self):
         low, high = self.min_accuracy, self.max_accuracy
         if low is not None and high is not None and low >= high:
             raise ValueError(f"min_accuracy ({low}) must be below max_accuracy ({high}): no group would be left")
@@ -89,13 +100,15 @@ class MasksConfig(Section):
 
 
 class WeightRange(Section):
-    """A linear weight; all weights are rescaled to a mean of 1."""
+    """Weight that changes linearly from the first to the last end of a range; all weights are rescaled to a mean of 1."""
 
     first: NonNegativeFloat
+    """Weight at the first end of the range."""
     last: NonNegativeFloat
+    """Weight at the last end of the range."""
 
     @model_validator(mode="after")
-    def _some_weight(self):
+    def _check_some_weight_is_positive(self):
         if self.first == self.last == 0:
             raise ValueError("first and last cannot both be 0: nothing would be trained on")
         return self
@@ -123,6 +136,7 @@ class ShapingConfig(Section):
 
 
 class NormalizingConfig(ShapingConfig):
-    """The same, with rewards normalised first: for algorithms that have no baseline of their own."""
+    """Shaping for algorithms without a baseline of their own: rewards can also be normalised."""
 
     normalize: NormalizeConfig | None = None
+    """Normalisation of rewards, after the overlong penalty and before the clip; null keeps rewards as they are."""

@@ -1,4 +1,4 @@
-"""Policies that a run is distilled from."""
+"""Config of teachers: policies that a run is distilled from."""
 
 from typing import Annotated, Literal
 
@@ -7,6 +7,12 @@ from pydantic import Field, NonNegativeInt, PositiveFloat
 from roll_core.config.base import Section
 from roll_core.config.model import ModelConfig
 
+TeacherWeight = Annotated[
+    PositiveFloat,
+    Field(json_schema_extra={"description": "Factor of this teacher's advantage in the sum over all teachers."}),
+]
+"""Weight of a teacher. Its text is not an attribute docstring, because docs/algorithms.md shows none for the key."""
+
 
 class PretrainedTeacher(Section):
     """A model of its own."""
@@ -14,7 +20,7 @@ class PretrainedTeacher(Section):
     kind: Literal["pretrained"] = "pretrained"
     model: ModelConfig
     """Must read the same tokens as the policy."""
-    weight: PositiveFloat = 1.0
+    weight: TeacherWeight = 1.0
     domains: tuple[str, ...] = ()
     """Teaches only problems of these domains; empty: all."""
 
@@ -27,7 +33,7 @@ class RunTeacher(Section):
     """A run in the same store, for example quickstart-1."""
     iteration: NonNegativeInt | None = None
     """Which of its checkpoints teaches; null takes the last one there is when this run is opened."""
-    weight: PositiveFloat = 1.0
+    weight: TeacherWeight = 1.0
     domains: tuple[str, ...] = ()
     """Teaches only problems of these domains; empty: all."""
 

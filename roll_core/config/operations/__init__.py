@@ -1,1 +1,1 @@
-"""Operations settings: legs, cluster and placement, store, tracking, weight transport, nightly runs."""
+"""Config of operations: legs, cluster and placement, store, tracking, weight transport, nightly runs."""

@@ -1,89 +1,102 @@
-"""Legs: how they get machines (a local process or a SLURM allocation), how often they may fail, and which nodes they avoid."""
+"""Config of legs: how they get machines (a local process or a SLURM job), how often they may fail, which nodes they
+avoid."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from roll_core.config.base import Section
+from roll_core.config.base import Section, Unit
 
 
 class LocalLauncherConfig(Section):
-    """A process on this machine, that ends with the command that started it."""
+    """Process on this machine that ends with the command that started it."""
 
     kind: Literal["local"] = "local"
 
 
 class SlurmLauncherConfig(Section):
-    """An allocation of `cluster.nodes` nodes for `legs.time_limit_minutes`. `roll sbatch CONFIG` prints what is submitted.
+    """SLURM job of `cluster.nodes` nodes for `legs.time_limit_minutes`. `roll sbatch CONFIG` prints what is submitted.
 
-    `work_dir`, the store and the code must be where every node can reach them; the Prefect server, if PREFECT_API_URL names
-    one, too.
+    Every node must reach `work_dir`, the store, the code and, if PREFECT_API_URL names one, the Prefect server.
     """
 
     kind: Literal["slurm"] = "slurm"
     partition: str | None = None
+    """SLURM partition; null leaves it to SLURM."""
     account: str | None = None
+    """SLURM account to charge; null leaves it to SLURM."""
     qos: str | None = None
+    """SLURM quality of service; null leaves it to SLURM."""
     exclusive: bool = True
-    """Whole nodes, with all of their memory. Otherwise give cpus_per_node and memory_gigabytes."""
-    cpus_per_node: PositiveInt | None = None
-    """null leaves it to SLURM."""
-    memory_gigabytes: PositiveInt | None = None
-    """Of each node. null: all of it with `exclusive`, else what SLURM gives by default."""
+    """Request whole nodes with all of their memory. If false, set cpus_per_node and memory_gigabytes."""
+    cpus_per_node: Annotated[PositiveInt | None, Unit("CPUs")] = None
+    """CPUs on each node; null leaves it to SLURM."""
+    memory_gigabytes: Annotated[PositiveInt | None, Unit("GiB")] = None
+    """Memory on each node, in GiB (SLURM's G). Null takes all of it with `exclusive`, else SLURM's default."""
     modules: tuple[str, ...] = ()
-    """Environment modules to load, for example [cuda/13.0]."""
+    """Environment modules to load on each node, for example [cuda/13.0]."""
     setup: tuple[str, ...] = ()
-    """Lines of bash before the leg, for example ["source /shared/venv/bin/activate"]."""
+    """Lines of bash to run before the leg, for example ["source /shared/venv/bin/activate"]."""
     python: str | None = None
-    """Command that starts Python on a node, for example "apptainer exec --nv /shared/roll.sif python"; null: the Python that
-    submits."""
+    """Command that starts Python on a node, for example "apptainer exec --nv /shared/roll.sif python". Null takes the Python
+    that submits the job."""
     options: dict[str, str | int | bool] = Field(default_factory=dict)
-    """Further options of sbatch by their long names, for example {constraint: h100, switches: 1}."""
+    """Further sbatch options by their long names, for example {constraint: h100, switches: 1}."""
     signal_seconds: PositiveInt = 120
-    """How long before its end SLURM tells a job. The leg itself stops in time by the job's end time; this is for a leg
-    whose iterations became longer than they ever were."""
-    object_store_gigabytes: PositiveFloat | None = None
-    """Ray's object store on each node; null takes three tenths of the memory that SLURM gave the leg there."""
+    """Time before the end of a job at which SLURM signals it, in seconds. A leg stops by itself in time; the signal is for a
+    leg whose iterations became longer than ever before."""
+    object_store_gigabytes: Annotated[PositiveFloat | None, Unit("GiB")] = None
+    """Size of Ray's object store on each node, in GiB. Null takes three tenths of the memory that SLURM gave the leg
+    there."""
 
 
 class ElasticConfig(Section):
-    """Up to so many nodes more, each a job of its own beside the leg's, that may be taken away at any time: their engines
-    make a run faster, and it ends in the same policy without them. What is not said here is as in `legs.launcher`."""
+    """Preemptible nodes beside the leg's, each in a SLURM job of its own. Their engines make the run faster; without them it
+    ends in the same policy. Keys that are null are taken from `legs.launcher`."""
 
-    nodes: PositiveInt
-    """With as many devices as those of the leg, all of them for engines."""
+    nodes: Annotated[PositiveInt, Unit("nodes")]
+    """Most extra nodes, each with cluster.devices_per_node devices, all for engines."""
     partition: str | None = None
+    """SLURM partition; null takes that of legs.launcher."""
     account: str | None = None
+    """SLURM account to charge; null takes that of legs.launcher."""
     qos: str | None = None
+    """SLURM quality of service; null takes that of legs.launcher."""
     options: dict[str, str | int | bool] = Field(default_factory=dict)
-    """Beside those of the launcher."""
+    """Further sbatch options by their long names, in addition to those of legs.launcher."""
     time_limit_minutes: PositiveInt | None = None
-    """null: `legs.time_limit_minutes`. Short jobs start sooner; one that is over is queued again."""
+    """Longest life of an extra node's job, in minutes; null takes legs.time_limit_minutes. Short jobs start sooner, and a
+    job that is over is queued again."""
 
-    def launcher_of(self, leg: SlurmLauncherConfig) -> SlurmLauncherConfig:
-        """How these nodes are asked for, where the leg's are asked for so."""
+    def merged_with(self, launcher: SlurmLauncherConfig) -> SlurmLauncherConfig:
+        """The leg's launcher config with this section's overrides."""
         own = self.model_dump(include={"partition", "account", "qos"}, exclude_none=True)
-        return leg.model_copy(update=own | {"options": leg.options | self.options})
+        return launcher.model_copy(update=own | {"options": launcher.options | self.options})
 
 
 LauncherConfig = Annotated[LocalLauncherConfig | SlurmLauncherConfig, Field(discriminator="kind")]
 
 
 class LegsConfig(Section):
+    """Legs: the allocations that a run consists of, one after another."""
+
     launcher: LauncherConfig = LocalLauncherConfig()
-    """Where legs run."""
-    max_failures: NonNegativeInt = 2
-    """Legs in a row that may fail, run out of memory or run out of time without committing an iteration before the run gives
-    up."""
-    max_interruptions: NonNegativeInt = 20
-    """The same for legs that were preempted or lost a machine, which says less about the run."""
+    """Way to get the machines of a leg."""
+    max_failures: Annotated[NonNegativeInt, Unit("legs")] = 2
+    """Most legs in a row that may fail, run out of memory or run out of time without committing an iteration; then the run
+    stops."""
+    max_interruptions: Annotated[NonNegativeInt, Unit("legs")] = 20
+    """Most legs in a row that may be preempted or lose a node without committing an iteration; then the run stops. Higher
+    than max_failures, because an interruption says little about the run."""
     time_limit_minutes: PositiveInt = 7 * 24 * 60
-    """Longest life of one leg; it stops by itself in time to commit, and the next one goes on."""
+    """Longest life of one leg, in minutes (SLURM's walltime). A leg stops by itself in time to commit, and the next one
+    resumes. Lower it to the limit of the partition."""
     elastic: ElasticConfig | None = None
-    """Preemptible nodes with engines, beside those of the leg; null: none."""
+    """Preemptible nodes with engines, in addition to those of the leg; null asks for none. Only with
+    `legs.launcher.kind: slurm`."""
 
     @model_validator(mode="after")
-    def _elastic_nodes_are_slurms(self):
+    def _check_elastic_needs_slurm(self):
         if self.elastic is not None and not isinstance(self.launcher, SlurmLauncherConfig):
             raise ValueError(
                 f"elastic asks for nodes of a SLURM cluster, but launcher.kind is {self.launcher.kind}: set it to slurm, "
@@ -93,16 +106,18 @@ class LegsConfig(Section):
 
 
 class NodesConfig(Section):
-    failures: PositiveInt = 2
-    """A node with so many infrastructure failures within `window_hours`, of whichever runs, gets no further legs. One may be
-    anybody's; a second within a day is seldom chance."""
+    """Health checks of nodes before roles start, and exclusion of nodes that fail repeatedly."""
+
+    failures: Annotated[PositiveInt, Unit("failures")] = 2
+    """Infrastructure failures within window_hours, of any run, after which a node gets no further legs. One failure may have
+    any cause; a second within a day is seldom chance. Only with `legs.launcher.kind: slurm`."""
     window_hours: PositiveFloat = 24.0
-    """How long a failure counts against its node."""
+    """Time for which a failure counts against its node, in hours. Only with `legs.launcher.kind: slurm`."""
     free_gigabytes: PositiveFloat = 1.0
-    """Room that a node must have in its temporary folder and in work_dir before roles start."""
+    """Free space, in GB, that a node must have in its temporary folder and in work_dir before roles start."""
     clock_seconds: PositiveFloat = 30.0
-    """How far a node's clock may be off that of the leg's driver. S3 refuses requests that are off by 15 minutes, and what
-    happened when is told by the clocks of several nodes."""
+    """Largest offset of a node's clock from the driver's, in seconds; checked on GPUs or with several nodes. S3 refuses
+    requests that are off by 15 minutes, and the order of events comes from the clocks of several nodes."""
     canary_seconds: PositiveFloat = 60.0
-    """Within which all nodes must have answered what they are asked before roles start. The first import of torch from a
-    shared disk is most of it."""
+    """Longest wait for all nodes to pass the health check, in seconds; checked on GPUs or with several nodes. Most of it is
+    the first import of torch from a shared disk."""

@@ -1,49 +1,58 @@
-"""What `flows/nightly.py` trains every night, and by how much it may be worse than before."""
+"""Config of the nightly regression flow (`flows/nightly.py`): which runs it trains and by how much they may be worse."""
+
+from typing import Annotated
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from roll_core.config.base import Section
+from roll_core.config.base import Section, Unit
 
 
 class Tolerances(Section):
-    """When a run is worse than the accepted ones: further from their median than `sigmas` of their spread, and further than
-    the least difference that means anything."""
+    """Limits beyond which a run is worse than the accepted ones. A value is worse if it is further from their median than
+    `sigmas` times their spread, and further than the smallest meaningful difference."""
 
-    sigmas: PositiveFloat = 4.0
-    """Robust standard deviations: scaled median absolute deviations, which a few odd nights do not move. The spread of few
-    runs is a guess: of normal noise one value in 27 is beyond 4 with 5 accepted runs, in 130 with 10, in 430 with 20. That
-    nights are quiet all the same is due to the least differences below, and to training again what is only slower."""
+    sigmas: Annotated[PositiveFloat, Unit("standard deviations")] = 4.0
+    """Largest distance from the median, in robust standard deviations (scaled median absolute deviations, which a few odd
+    nights do not move). The spread of few runs is uncertain: of normal noise one value in 27 is beyond 4 with 5 accepted
+    runs, in 130 with 10, in 430 with 20. The smallest differences below, and a second run of what is only slower, keep false
+    alarms rare all the same."""
     accuracy: PositiveFloat = 0.06
-    """Least difference in accuracy: three standard errors between two evaluations of 256 problems at 0.95,
-    3 * sqrt(2 * 0.95 * 0.05 / 256). After any change of rounding a seed is another draw."""
+    """Smallest meaningful difference in accuracy. The default is three standard errors between two evaluations of 256
+    problems at 0.95: 3 * sqrt(2 * 0.95 * 0.05 / 256). After any change of rounding a seed is another draw."""
     reward: PositiveFloat = 0.05
-    """Least difference in reward. Two seeds of the quickstart differ by 0.013, over the run and over its last quarter."""
-    speed: PositiveFloat = Field(default=0.2, lt=1.0)
-    """Least difference in seconds and tokens/s, as a share of the median: machines that others use vary by that much."""
-    seconds: PositiveFloat = 0.05
-    """Least difference of a stage's seconds: shorter ones are noise of the operating system."""
-    speed_baselines: PositiveInt = 5
-    """Accepted runs on the same kind of machine before speed is judged: fewer do not show how it varies."""
-    recent: PositiveInt = 20
-    """Newest accepted runs a run is compared with."""
-    oldest: PositiveInt = 5
-    """Oldest accepted runs it is compared with, too: what gets worse by a little every night takes the newest along."""
+    """Smallest meaningful difference in reward. Two seeds of the quickstart differ by 0.013, over the run and over its last
+    quarter."""
+    speed: Annotated[PositiveFloat, Unit("share of the median")] = Field(default=0.2, lt=1.0)
+    """Smallest meaningful difference in seconds and tokens/s, as a share of the median. Shared machines vary by 0.2."""
+    seconds: Annotated[PositiveFloat, Unit("seconds")] = 0.05
+    """Smallest meaningful difference in a stage's duration, in seconds. Shorter differences are operating system noise."""
+    speed_baselines: Annotated[PositiveInt, Unit("runs")] = 5
+    """Accepted runs on the same kind of machine that are needed before speed is judged: fewer do not show how it varies."""
+    recent: Annotated[PositiveInt, Unit("runs")] = 20
+    """Newest accepted runs that a run is compared with."""
+    oldest: Annotated[PositiveInt, Unit("runs")] = 5
+    """Oldest accepted runs that a run is compared with, too. They detect slow drift, which the newest runs follow."""
 
 
 class ReferenceRun(Section):
-    """A small run with a fixed seed. It is known by the name in its config."""
+    """Small run with a fixed seed, trained every night. Its identity is the `name` in its config."""
 
     config: str
-    """A run file, relative to this one."""
+    """Path of a run file, relative to the nightly file."""
     overrides: tuple[str, ...] = ()
+    """Changes to the run file, each as key=value, like --set."""
     at_least: dict[str, float] = Field(default_factory=dict)
-    """Quantities that must reach a value on any machine, from the first night on, when there is nothing to compare with:
-    {"accuracy/last": 0.85}."""
+    """Smallest allowed value by quantity, on any machine and from the first night on, when there are no accepted runs to
+    compare with. Example: {"accuracy/last": 0.85}."""
     reproducible: bool = True
-    """Whether the same code, libraries, config and kind of machine must give the same weights, to the bit. So it is for
-    synchronous runs on CPUs; not with rollout.async_ratio or redundancy, nor on GPUs."""
+    """True if equal code, libraries, config and kind of machine must give equal weights, to the bit. Set it to false for
+    runs with rollout.async_ratio or redundancy, and for runs on GPUs."""
 
 
 class NightlyConfig(Section):
+    """A nightly file: reference runs to train every night, and tolerances to judge them by."""
+
     references: tuple[ReferenceRun, ...] = Field(min_length=1)
+    """Runs to train and judge; at least one."""
     tolerances: Tolerances = Tolerances()
+    """Limits beyond which a run counts as a regression."""

@@ -1,79 +1,97 @@
-"""Which role runs on which devices. The same devices: colocated. Disjoint devices: disaggregated. Some in common: engines on
-the trainer's devices sleep while it works, the others generate on."""
+"""Config of the cluster and of the placement of roles on its devices; names of Ray resources that pin roles to nodes.
+
+Trainer and engines are colocated if they have the same devices, disaggregated if they have none in common. If they have some
+in common, engines on the trainer's devices sleep while it works and the others keep generating.
+"""
 
 from enum import StrEnum
+from typing import Annotated
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
-from roll_core.config.base import DeviceList, Section
+from roll_core.config.base import DeviceList, Section, Unit
 
 
 class DeviceKind(StrEnum):
+    """Kind of device that models run on."""
+
     CPU = "cpu"
+    """CPUs; a device is a slot that roles share."""
     CUDA = "cuda"
+    """NVIDIA GPUs; a device is a GPU."""
 
 
 class SpeedConfig(Section):
-    """What a device and its ways to others are capable of, as their makers state it; `roll plan` estimates times by it, and
-    nothing else reads it. The defaults are an H100 (SXM) in a DGX: one network card of 400 Gbit/s to a GPU."""
+    """Peak rates of a device and its links, as vendors state them. `roll plan` and `roll simulate` estimate times from them;
+    nothing else reads them. The defaults are an H100 (SXM) in a DGX, with one 400 Gbit/s network card per GPU."""
 
-    teraflops: PositiveFloat = 989.0
-    """Dense bfloat16."""
-    memory_gb: PositiveFloat = 3350.0
-    """Read from a device's memory, in GB/s."""
-    node_gb: PositiveFloat = 450.0
-    """From a device to others of its node, each way, in GB/s. 300 for an A100, 25 for cards on PCIe."""
-    network_gb: PositiveFloat = 50.0
-    """From a device to those of other nodes, each way, in GB/s."""
+    teraflops: Annotated[PositiveFloat, Unit("TFLOP/s")] = 989.0
+    """Arithmetic rate of a device in dense bfloat16."""
+    memory_gb: Annotated[PositiveFloat, Unit("GB/s")] = 3350.0
+    """Bandwidth of a device's memory, in GB/s."""
+    node_gb: Annotated[PositiveFloat, Unit("GB/s")] = 450.0
+    """Bandwidth between devices of a node, each way, in GB/s. 300 for an A100, 25 for cards on PCIe."""
+    network_gb: Annotated[PositiveFloat, Unit("GB/s")] = 50.0
+    """Bandwidth from a device to other nodes, each way, in GB/s."""
 
 
 class ClusterConfig(Section):
-    """The devices a leg holds, numbered node by node from 0."""
+    """Devices that a leg holds, numbered from 0, node by node."""
 
     device: DeviceKind = DeviceKind.CPU
-    nodes: PositiveInt = 1
-    devices_per_node: PositiveInt = 1
-    """Accelerators per node; on CPU, the number of slots the roles share."""
+    """Kind of device that models run on."""
+    nodes: Annotated[PositiveInt, Unit("nodes")] = 1
+    """Nodes of a leg."""
+    devices_per_node: Annotated[PositiveInt, Unit("devices")] = 1
+    """GPUs per node; on CPUs, the number of slots that roles share."""
     device_memory_gib: PositiveFloat | None = None
-    """Memory of a GPU. Null asks the machine that the run is started on, where there is one."""
+    """Memory of a GPU, in GiB, for the check that a run fits. Null asks the machine where the command runs, if it has a GPU.
+    Only with `cluster.device: cuda`."""
     speed: SpeedConfig = SpeedConfig()
-    threads_per_device: PositiveInt = 1
-    """CPU threads a role uses for each of its devices."""
+    """Peak rates of a device and its links, for time estimates by `roll plan` and `roll simulate`."""
+    threads_per_device: Annotated[PositiveInt, Unit("threads")] = 1
+    """CPU threads that a role uses for each of its devices."""
 
     @property
     def num_devices(self) -> int:
+        """Devices of all nodes."""
         return self.nodes * self.devices_per_node
 
     def node_of(self, device: int) -> int:
+        """Number of the node that holds a device."""
         return device // self.devices_per_node
 
 
 LEG_RESOURCE = "roll-leg"
-"""What Ray calls a node that lives as long as the leg: roles go nowhere else that cannot do without theirs."""
+"""Ray resource of nodes that live as long as the leg. Roles that must not be lost are placed on such nodes only."""
 ELASTIC_RESOURCE = "roll-elastic"
-"""What Ray calls the devices of a node that may go at any time."""
+"""Ray resource of devices on nodes that may disappear at any time."""
 
 
 def node_resource(node: int) -> str:
-    """What Ray calls the devices of one node, so that each is where its number says. Whoever starts Ray there offers it."""
+    """Name of the Ray resource for the devices of one node. It pins device numbers to nodes; the process that starts Ray on
+    the node offers it."""
     return f"roll-node-{node}"
 
 
 def leg_resources(node: int, devices: int) -> dict[str, int]:
-    """What Ray is told that a node of the leg offers."""
+    """Ray resources that a node of the leg offers, with amounts."""
     return {LEG_RESOURCE: 1, node_resource(node): devices}
 
 
 class PlacementConfig(Section):
+    """Devices of each role."""
+
     trainer: DeviceList = (0,)
-    """One trainer rank per device."""
+    """Devices of the trainer, one rank each: a list, or text like '0-3,8'."""
     engines: DeviceList = (0,)
-    """One inference engine per device, or per inference.tensor_parallel devices, in the order they are named."""
-    reward_workers: PositiveInt = 1
-    """Processes that grade; they need no device."""
+    """Devices of the engines, one engine per device or per inference.tensor_parallel devices, in the order given. They may
+    overlap with placement.trainer."""
+    reward_workers: Annotated[PositiveInt, Unit("processes")] = 1
+    """Processes that grade completions; they need no device. Raise it if grading is slower than generation."""
 
     @model_validator(mode="after")
-    def _each_device_once(self):
+    def _check_devices_are_valid_and_unique(self):
         for key, devices in (("trainer", self.trainer), ("engines", self.engines)):
             if not devices:
                 raise ValueError(f"{key} needs at least one device")
@@ -85,9 +103,10 @@ class PlacementConfig(Section):
 
     @property
     def shared(self) -> frozenset[int]:
-        """Devices of the trainer that engines are on, too."""
+        """Devices that hold both a trainer rank and an engine."""
         return frozenset(self.trainer) & frozenset(self.engines)
 
     @property
     def colocated(self) -> bool:
+        """True if trainer and engines have the same devices."""
         return set(self.trainer) == set(self.engines)

@@ -1,94 +1,116 @@
-"""Services around a run: store, tracking, deadlines, retries, evaluation, checkpoints."""
+"""Config of the services around a run: store, tracking, deadlines, retries, evaluation, checkpoints."""
+
+from typing import Annotated
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from roll_core.config.base import Section
+from roll_core.config.base import Section, Unit
 
 RETRY_SECONDS = 300.0
-"""Also for whoever has the address of a store and no config yet."""
+"""Default of store.retry_seconds, also for code that has the address of a store but no config yet."""
 GRACE_MINUTES = 60.0
+"""Default of store.grace_minutes."""
 
 
 class StoreConfig(Section):
+    """Store of artifacts, manifests and records."""
+
     uri: str = "roll-data/store"
-    """Folder, file:// or s3:// address that holds artifacts and manifests. For s3://, endpoint, credentials and region
-    are the ordinary AWS settings: AWS_ENDPOINT_URL, AWS_PROFILE, AWS_ACCESS_KEY_ID and so on, or files under ~/.aws."""
+    """Folder, file:// or s3:// address that holds artifacts and manifests. For s3://, the ordinary AWS settings give
+    endpoint, credentials and region: AWS_ENDPOINT_URL, AWS_PROFILE, AWS_ACCESS_KEY_ID and so on, or files under ~/.aws."""
     retry_seconds: PositiveFloat = RETRY_SECONDS
-    """Longest outage of the store that is waited for. Requests that got no answer, or one that says "later", are repeated
-    for so long, with growing pauses; then the leg fails and the run can be resumed."""
+    """Longest outage of the store to wait for, in seconds. Requests without a reply, or with one that says to try later, are
+    repeated with backoff; then the leg fails, and the run can be resumed."""
     grace_minutes: NonNegativeFloat = GRACE_MINUTES
-    """What is younger is neither retired nor collected as garbage: somebody may have stored it who has not named it yet. It
-    must be longer than an iteration, and than storing a checkpoint."""
+    """Grace period, in minutes: younger objects are neither retired nor garbage-collected, because a running leg may not
+    have named them in a manifest yet. Must be longer than an iteration and than storing a checkpoint."""
     spool_megabytes: PositiveInt = 4096
-    """Rollouts kept in work_dir on their way to the store. When that is full, collecting waits for the store."""
+    """Most rollouts in work_dir that wait for upload to the store, in MB. When the spool is full, collecting waits."""
     unfinished_seconds: NonNegativeFloat = 5.0
-    """How often finished trajectories are stored that no iteration has used up yet: a kill costs no more of them."""
+    """Interval at which finished trajectories that no iteration has used yet are stored, in seconds. A killed leg loses no
+    more than this."""
 
 
 class TrackingConfig(Section):
+    """MLflow tracking."""
+
     uri: str = "sqlite:///roll-data/mlflow.db"
-    """Any MLflow tracking address: sqlite:///FILE or http://HOST:PORT."""
+    """MLflow tracking address: sqlite:///FILE or http://HOST:PORT."""
     experiment: str = "roll"
-    trajectory_samples: NonNegativeInt = 16
-    """Trajectories of an evaluation kept as a readable MLflow artifact."""
+    """MLflow experiment that runs are filed under; created if missing."""
+    trajectory_samples: Annotated[NonNegativeInt, Unit("trajectories")] = 16
+    """Trajectories of each evaluation to keep as a readable MLflow artifact; 0 keeps none."""
     drain_seconds: PositiveFloat = 30.0
-    """How long the end of a leg waits for metrics still in the spool; what is left is uploaded by the next leg."""
+    """Longest wait at the end of a leg for metrics in the spool, in seconds; the next leg uploads the rest."""
 
 
 class DeadlinesConfig(Section):
-    """Seconds after which a silent role is reported late, by name."""
+    """Time limits of a leg's stages, in seconds. A stage beyond its limit fails and names the roles that were late."""
 
-    start: PositiveFloat = 300.0
-    """Starting Ray and every role, models loaded."""
-    heartbeat: PositiveFloat = 120.0
-    """An engine that does not answer for so long, while others may, is ended and replaced. Longer than its longest step."""
-    collect: PositiveFloat = 3600.0
-    prepare: PositiveFloat = 1800.0
-    update: PositiveFloat = 3600.0
-    publish: PositiveFloat = 600.0
-    evaluate: PositiveFloat = 3600.0
-    checkpoint: PositiveFloat = 1800.0
-    store: PositiveFloat = 3600.0
-    """Rollouts that a commit names, on their way to the store."""
+    start: Annotated[PositiveFloat, Unit("seconds")] = 300.0
+    """Longest start of Ray and of every role, in seconds, model loading included."""
+    heartbeat: Annotated[PositiveFloat, Unit("seconds")] = 120.0
+    """Longest silence of an engine, in seconds, before it is ended and replaced. Must be longer than its longest step."""
+    collect: Annotated[PositiveFloat, Unit("seconds")] = 3600.0
+    """Longest collect stage, in seconds: generating and grading one iteration's groups."""
+    prepare: Annotated[PositiveFloat, Unit("seconds")] = 1800.0
+    """Longest prepare stage, in seconds: scoring logprobs and computing advantages."""
+    update: Annotated[PositiveFloat, Unit("seconds")] = 3600.0
+    """Longest update of the policy or of the critic, and longest warm start, in seconds."""
+    publish: Annotated[PositiveFloat, Unit("seconds")] = 600.0
+    """Longest publish stage, in seconds: engines adopt new weights."""
+    evaluate: Annotated[PositiveFloat, Unit("seconds")] = 3600.0
+    """Longest evaluation, in seconds."""
+    checkpoint: Annotated[PositiveFloat, Unit("seconds")] = 1800.0
+    """Longest time to store or to load a checkpoint, in seconds."""
+    store: Annotated[PositiveFloat, Unit("seconds")] = 3600.0
+    """Longest wait before a commit for its rollouts to reach the store, in seconds."""
 
 
 class RetriesConfig(Section):
-    """How failures that pass by themselves are repeated: a reward whose service is away, a stage that lost a connection.
+    """Retries of transient failures with exponential backoff: a reward's service is away, a stage lost a connection.
 
-    The store has a limit of its own (store.retry_seconds). An engine or a reward worker that died is replaced; any
-    other role that died or is late ends the leg, and the next is the retry.
+    The store has its own limit (store.retry_seconds). A dead engine or reward worker is replaced; any other role that dies
+    or is late ends the leg, and the next leg is the retry.
     """
 
-    repeats: NonNegativeInt = 6
-    """Further attempts after the first; with the pauses below they last about a minute."""
+    repeats: Annotated[NonNegativeInt, Unit("attempts")] = 6
+    """Further attempts after the first; with the default delays they last about a minute. 0 never retries."""
     first_delay_seconds: PositiveFloat = 1.0
-    """Pause before the first repeat. Each next one is twice as long; all are cut at random by up to half, so that those who
-    failed together do not come back together."""
+    """Delay before the first repeat, in seconds. Each next delay is twice as long, and each is shortened by a random share
+    of up to half (jitter), so that clients that failed together do not return together."""
     longest_delay_seconds: PositiveFloat = 30.0
+    """Longest delay between two repeats, in seconds."""
 
 
 class EvaluationConfig(Section):
-    every: PositiveInt = 5
-    """Iterations between evaluations; the first and the last policy are always evaluated."""
+    """Greedy evaluation on held-out problems."""
+
+    every: Annotated[PositiveInt, Unit("iterations")] = 5
+    """Iterations between evaluations. The first and the last policy are always evaluated."""
     num_problems: PositiveInt = 256
+    """Held-out problems per evaluation. More give a more precise accuracy and take longer."""
 
 
 class CheckpointConfig(Section):
-    every: PositiveInt = 10
-    """Iterations between checkpoints. Iterations since the last one are replayed from stored rollouts on resume."""
-    keep_last: PositiveInt | None = None
-    """How many of the newest checkpoints stay; null keeps all. The first one, which is the reference policy, always stays,
-    and so does one that a fork or a run it teaches names, and one younger than store.grace_minutes."""
-    keep_every: PositiveInt | None = None
-    """Beside those, checkpoints of iterations that are multiples of this stay."""
-    keep_best: NonNegativeInt = 0
-    """Beside those, so many with the best held-out accuracy stay; of equals, the later."""
+    """Checkpoints: how often they are stored, and which of them stay."""
+
+    every: Annotated[PositiveInt, Unit("iterations")] = 10
+    """Iterations between checkpoints. A resumed run replays the iterations since the last one from stored rollouts."""
+    keep_last: Annotated[PositiveInt | None, Unit("checkpoints")] = None
+    """Newest checkpoints that stay; null keeps all. Always kept: the first (the reference policy), those named by a fork or
+    by a run that learns from this one, and those younger than store.grace_minutes."""
+    keep_every: Annotated[PositiveInt | None, Unit("iterations")] = None
+    """Interval of checkpoints that stay in addition to keep_last: those of iterations that are multiples of this. Null keeps
+    none in addition."""
+    keep_best: Annotated[NonNegativeInt, Unit("checkpoints")] = 0
+    """Checkpoints with the best held-out accuracy that stay in addition to keep_last; of equals, the later."""
     export_at_end: bool = True
-    """Store the last policy as a Hugging Face folder, too: it takes a third of a checkpoint, and `roll export` only copies
-    it."""
+    """Store the last policy also as a Hugging Face folder. It takes a third of a checkpoint's space, and `roll export` then
+    only copies it."""
 
     @model_validator(mode="after")
-    def _keeps_something_to_keep_more_beside(self):
+    def _check_keep_last_is_set(self):
         if self.keep_last is None and (self.keep_every is not None or self.keep_best):
             raise ValueError("keep_every and keep_best name checkpoints to keep beside the last ones: set keep_last, too")
         return self

@@ -1,1 +1,1 @@
-"""Training settings: backend and layout, optimizer steps, LoRA, experts, limits on mismatch."""
+"""Config of training: backend and layout, optimizer steps, LoRA, experts, limits on the mismatch."""

@@ -1,43 +1,48 @@
-"""How the routers of a mixture are trained, and what is said when it uses its experts unevenly."""
+"""Config of a mixture-of-experts model: how its routers are trained, and the warning about unevenly used experts."""
 
 from collections.abc import Mapping
+from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat, model_validator
 
-from roll_core.config.base import Section
+from roll_core.config.base import Section, Unit
 
 EXPERTS = "experts/"
-"""The area of the metrics that say how evenly experts are used."""
+"""Prefix of the metrics on how evenly experts are used."""
 
 
 class ExpertsConfig(Section):
-    max_load: float = Field(default=8.0, gt=1.0)
-    """Most tokens that an expert may get, over the mean of its layer, before a warning says so. With as many experts
-    as Qwen3 has, 128 of which 8 are chosen, 16 is an expert that gets every token."""
+    """Training of a mixture's routers, and a limit on the load of an expert."""
+
+    max_load: Annotated[float, Unit("times the mean load")] = Field(default=8.0, gt=1.0)
+    """Largest load of an expert, as a multiple of the mean load of its layer; a higher one is logged as a warning. In
+    Qwen3's mixtures, where a token goes to 8 of 128 experts, 16 is an expert that gets every token."""
     freeze_router: bool = False
-    """Leave the routers as they are: experts learn, and which of them a token goes to changes with what it is alone."""
+    """Keep the routers' weights fixed. Experts still learn, and a token's experts change only with its hidden state."""
 
     balance_loss: NonNegativeFloat = 0.0
-    """Coefficient of a loss that is least when a layer's experts are used alike; 0 is none. 0.001 to 0.01 is customary."""
+    """Coefficient of a loss that is smallest when a layer uses its experts evenly; 0 is none. 0.001 to 0.01 is customary."""
     z_loss: NonNegativeFloat = 0.0
-    """Coefficient of a loss that keeps the logits of routers small; 0 is none. 0.001 is customary."""
+    """Coefficient of a loss that keeps the routers' logits small; 0 is none. 0.001 is customary."""
 
     replay: bool = False
-    """Send every token to the experts that it went to in the engine, weighted by the trainer's own router, which goes on
-    learning. A router that is close to undecided is decided by rounding, differently in engine and trainer."""
+    """Route every token to the experts that the engine chose, weighted by the trainer's own router, which still learns. It
+    removes a mismatch: rounding decides near-ties of a router differently in engine and trainer. Only with
+    `inference.kind: torch`."""
 
     @property
     def has_losses(self) -> bool:
+        """True if a loss is added on the routers."""
         return self.balance_loss > 0 or self.z_loss > 0
 
     @property
-    def needs_experts(self) -> str | None:
-        """A key that is set, and means nothing for a model without experts."""
+    def moe_only_key(self) -> str | None:
+        """First key that is set and needs a model with experts; None if there is none."""
         keys = ("freeze_router", "balance_loss", "z_loss", "replay")
         return next((key for key in keys if getattr(self, key)), None)
 
     @model_validator(mode="after")
-    def _frozen_routers_learn_nothing(self):
+    def _check_frozen_routers_have_no_losses(self):
         for key in ("balance_loss", "z_loss"):
             if self.freeze_router and getattr(self, key):
                 raise ValueError(
@@ -46,8 +51,8 @@ class ExpertsConfig(Section):
                 )
         return self
 
-    def complaint(self, metrics: Mapping[str, float]) -> str | None:
-        """One sentence, if an iteration's metrics are beyond the limit."""
+    def exceeded_limit(self, metrics: Mapping[str, float]) -> str | None:
+        """One sentence if an iteration's metrics exceed max_load, else None."""
         load = metrics.get(f"{EXPERTS}max_load")
         if load is None or load <= self.max_load:
             return None

@@ -1,31 +1,38 @@
-"""How one copy of a model is spread over trainer ranks by the megatron backend, and how many copies that makes. The
-optimizer's state is always shared out among the ranks that have the same weights.
+"""Config of the megatron backend's parallelism: how one copy of a model is sharded over trainer ranks.
 
-Ranks are numbered as Megatron does: tensor within context within data within pipeline; for experts, expert_tensor within
-expert within data within pipeline. What needs the model's sizes is checked in `planning/divisibility.py`.
+Ranks that hold the same weights always shard the optimizer state among them. Rank order is Megatron's: tensor within context
+within data within pipeline; for experts, expert_tensor within expert within data within pipeline. Checks that need the
+model's sizes are in `roll_core/planning`.
 """
+
+from typing import Annotated
 
 from pydantic import PositiveInt, model_validator
 
-from roll_core.config.base import Section
+from roll_core.config.base import Section, Unit
 
 
 class LayoutConfig(Section):
-    tensor: PositiveInt = 1
-    """Ranks that share every matrix. Above 1 the tokens between matrices are shared out, too (sequence parallel)."""
-    pipeline: PositiveInt = 1
-    """Stages that the layers are cut into."""
-    virtual_pipeline: PositiveInt = 1
-    """Chunks of layers in each stage: the pipeline is idle for so much shorter, and sends so much more."""
-    context: PositiveInt = 1
-    """Ranks that share the tokens of every sequence."""
-    expert: PositiveInt = 1
-    """Ranks that share out the experts of a layer, each having whole ones."""
-    expert_tensor: PositiveInt = 1
-    """Ranks that share every matrix of an expert; `tensor` is for everything else."""
+    """Parallelism of the megatron backend. tensor x pipeline x context must divide the number of placement.trainer devices;
+    the quotient is the number of copies of the model (data parallelism)."""
+
+    tensor: Annotated[PositiveInt, Unit("ranks")] = 1
+    """Ranks that split every matrix (tensor parallelism). Above 1 they also split the tokens between matrices (sequence
+    parallelism). Keep it within a node."""
+    pipeline: Annotated[PositiveInt, Unit("stages")] = 1
+    """Pipeline stages that the layers are split into."""
+    virtual_pipeline: Annotated[PositiveInt, Unit("chunks")] = 1
+    """Chunks of layers in each pipeline stage (interleaved schedule). It divides the pipeline's idle time by this number and
+    multiplies what stages send by it. Needs a pipeline above 1."""
+    context: Annotated[PositiveInt, Unit("ranks")] = 1
+    """Ranks that split the tokens of every sequence (context parallelism). Raise it for long sequences."""
+    expert: Annotated[PositiveInt, Unit("ranks")] = 1
+    """Ranks that split the experts of a layer, each with whole experts (expert parallelism)."""
+    expert_tensor: Annotated[PositiveInt, Unit("ranks")] = 1
+    """Ranks that split every matrix of an expert; `tensor` is for all other matrices."""
 
     @model_validator(mode="after")
-    def _chunks_are_of_a_pipeline(self):
+    def _check_chunks_have_a_pipeline(self):
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ValueError(
                 f"virtual_pipeline ({self.virtual_pipeline}) cuts the stages of a pipeline: raise pipeline, or leave it at 1"
@@ -34,26 +41,27 @@ class LayoutConfig(Section):
 
     @property
     def ranks_per_copy(self) -> int:
-        """Of all weights but experts."""
+        """Ranks that hold one copy of all weights other than experts."""
         return self.tensor * self.pipeline * self.context
 
     @property
     def ranks_per_expert_copy(self) -> int:
+        """Ranks that hold one copy of all experts."""
         return self.expert_tensor * self.expert * self.pipeline
 
-    def data(self, num_ranks: int) -> int:
-        """Copies of the model, each of which trains on its share of a batch."""
+    def data_parallel_size(self, num_ranks: int) -> int:
+        """Number of copies of the model; each copy trains on its share of a batch."""
         return num_ranks // self.ranks_per_copy
 
-    def expert_data(self, num_ranks: int) -> int:
-        """Copies of every expert."""
+    def expert_data_parallel_size(self, num_ranks: int) -> int:
+        """Number of copies of every expert."""
         return num_ranks // self.ranks_per_expert_copy
 
     def layers_of_chunks(self, num_layers: int) -> tuple[int, ...] | None:
-        """Layers of every chunk, in the order in which tokens go through them; None if they cannot be shared out.
+        """Number of layers in every chunk, in the order of the forward pass; None if the layers cannot be split so.
 
-        All the same, or else one less in the first, which has the embedding, and in the last, which has the output layer:
-        94 layers make 11, 12, 12, 12, 12, 12, 12, 11.
+        All chunks have the same number, or the first (with the embedding) and the last (with the output layer) have one
+        less: 94 layers in 8 chunks make 11, 12, 12, 12, 12, 12, 12, 11.
         """
         num_chunks = self.pipeline * self.virtual_pipeline
         if num_layers % num_chunks == 0:

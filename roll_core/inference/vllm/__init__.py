@@ -1,1 +1,1 @@
-"""The vLLM engine: engine in the role's process, worker extension inside vLLM's process, fast weight loading."""
+"""The vLLM engine: the engine in the role's process, a worker extension in vLLM's processes, and fast weight loading."""

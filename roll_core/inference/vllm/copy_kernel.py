@@ -1,5 +1,7 @@
-"""Numbers copied from one memory to many places of a GPU, and rounded on the way, in one launch: a launch for each place
-takes longer than the copies.
+"""Triton kernel that copies ranges of one flat buffer to many tensors of a GPU in one launch, converting dtypes.
+
+A launch per tensor would take longer than the copies.
+
 Shapes: C copies, P programs of the launch.
 """
 
@@ -13,31 +15,35 @@ import triton.language as tl
 from torch import Tensor
 
 UNIT = 16
-"""Numbers and bytes by whose multiples places are counted here, so that the compiler knows how they are aligned: only then
-it moves more than one number at a time."""
+"""Alignment of offsets and sizes in elements, and of addresses in bytes. The table stores multiples of it, so that the
+compiler knows the alignment; otherwise it moves only one element at a time."""
 _BLOCK = 4096
-"""Numbers that one program copies."""
-_KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""Elements that one program copies."""
+_TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class FlatCopy(NamedTuple):
-    """Numbers in a row, from `start` on, and where they go."""
+    """Contiguous range of a flat buffer, starting at element `start`, and the tensor it is copied to."""
 
     start: int
     target: Tensor
 
     @property
     def is_aligned(self) -> bool:
-        """Whether it can be one of many in a launch."""
-        places = (self.start, self.target.numel(), self.target.data_ptr())
-        return self.target.dtype in _KINDS and self.target.is_contiguous() and not any(place % UNIT for place in places)
+        """True if the copy meets the kernel's alignment, so that it can be part of a `CopyTable`."""
+        offsets = (self.start, self.target.numel(), self.target.data_ptr())
+        return (
+            self.target.dtype in _TRITON_TYPES
+            and self.target.is_contiguous()
+            and not any(offset % UNIT for offset in offsets)
+        )
 
 
 class CopyTable:
-    """Aligned copies to one device and one kind of number, done as often as wanted from memory that is laid out alike.
+    """Aligned copies to one device and dtype, repeatable from any buffer with the same layout.
 
     table = CopyTable([FlatCopy(0, weight), FlatCopy(4096, bias)])
-    table.copy(numbers)
+    table.copy(elements)
     """
 
     def __init__(self, copies: Sequence[FlatCopy]):
@@ -49,32 +55,33 @@ class CopyTable:
             [copy.target.numel() // UNIT for copy in copies],
             [*accumulate(num_programs[:-1], initial=0)],
         )
-        self._targets = [copy.target for copy in copies]  # of which the table has addresses only
+        self._targets = [copy.target for copy in copies]  # kept alive: the table has only their addresses
         self._columns = torch.tensor(columns, dtype=torch.int64).to(device).unbind()
         self._copy_P = torch.arange(len(copies)).repeat_interleave(torch.tensor(num_programs)).to(device)
-        self._kind = _KINDS[dtype]
+        self._triton_type = _TRITON_TYPES[dtype]
 
-    def copy(self, numbers: Tensor) -> None:
+    def copy(self, elements: Tensor) -> None:
+        """Copy from `elements`, a flat tensor of any supported dtype, to all targets."""
         with torch.cuda.device_of(self._copy_P):
-            _copy[len(self._copy_P),](numbers, self._copy_P, *self._columns, self._kind, UNIT, _BLOCK)
+            _copy[len(self._copy_P),](elements, self._copy_P, *self._columns, self._triton_type, UNIT, _BLOCK)
 
 
 @triton.jit
 def _copy(  # type: ignore[no-untyped-def]
-    numbers_of,
+    elements_of,
     copy_of,
     start_of,
     address_of,
     count_of,
     first_program_of,
-    kind: tl.constexpr,
+    triton_type: tl.constexpr,
     unit: tl.constexpr,
     block: tl.constexpr,
 ):
     program = tl.program_id(0)
     copy = tl.load(copy_of + program)
-    places = (program - tl.load(first_program_of + copy)) * block + tl.arange(0, block)
-    is_there = places < tl.load(count_of + copy) * unit
-    numbers = tl.load(numbers_of + tl.load(start_of + copy) * unit + places, mask=is_there)
-    target = (tl.load(address_of + copy) * unit).to(tl.pointer_type(kind))
-    tl.store(target + places, numbers.to(kind), mask=is_there)
+    offsets = (program - tl.load(first_program_of + copy)) * block + tl.arange(0, block)
+    in_bounds = offsets < tl.load(count_of + copy) * unit
+    elements = tl.load(elements_of + tl.load(start_of + copy) * unit + offsets, mask=in_bounds)
+    target = (tl.load(address_of + copy) * unit).to(tl.pointer_type(triton_type))
+    tl.store(target + offsets, elements.to(triton_type), mask=in_bounds)

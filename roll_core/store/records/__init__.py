@@ -1,1 +1,1 @@
-"""Stored records: runs, manifests, checkpoints, exports, weights, rollouts, traces, node failures, each with its codec."""
+"""Stored records and their codecs: runs, manifests, checkpoints, exports, weights, rollouts, traces, node failures."""

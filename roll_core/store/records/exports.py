@@ -1,8 +1,8 @@
-"""Exports: a policy as a Hugging Face folder in the store, and a record that is created once the last file is there.
+"""Exports in the store: a policy as a Hugging Face folder, and a record created after the last file is stored.
 
     runs/quickstart-3/exports/00000040-77d0c2a94e1b.json
 
-As with checkpoints, the digest of the weights says whether a record is of the policy the run committed.
+As with checkpoints, a record counts only if its weights digest is that of the committed manifest.
 """
 
 from roll_core.errors import UserError
@@ -15,12 +15,12 @@ from roll_core.types.refs import ExportRef
 
 
 def record_export(store: ObjectStore, run_id: str, export: ExportRef) -> None:
-    """Record a stored export, which makes it visible. A record that an earlier leg created stands."""
+    """Record a stored export, which makes it visible. If an earlier leg has recorded it, that record stays."""
     create_record(store, _record_name(run_id, export.iteration, export.weights_digest), export)
 
 
 def find_export(store: ObjectStore, manifest: Manifest) -> ExportRef | None:
-    """That of the policy a manifest leads to, if there is one."""
+    """Find the export of the policy after a manifest's iteration; None if there is none."""
     try:
         return read_record(store, _record_name(manifest.run_id, manifest.iteration, manifest.weights_digest), ExportRef)
     except FileNotFoundError:
@@ -28,7 +28,10 @@ def find_export(store: ObjectStore, manifest: Manifest) -> ExportRef | None:
 
 
 def manifest_to_export(store: ObjectStore, run_id: str, iteration: int | None) -> Manifest:
-    """Whose policy can be had as a folder: that of an iteration that has a checkpoint or an export. None is the newest."""
+    """Return the manifest of an iteration whose policy can be exported: it has a checkpoint or an export.
+
+    `iteration` None means the newest checkpoint. Raises UserError if no such manifest exists.
+    """
     chain = read_chain(store, run_id)
     there = [checkpoint.iteration for checkpoint in checkpoints_of(store, chain)]
     if iteration is None and there:
@@ -40,7 +43,7 @@ def manifest_to_export(store: ObjectStore, run_id: str, iteration: int | None) -
 
 
 def read_exports(store: ObjectStore, run_id: str) -> list[ExportRef]:
-    """Every export a run's legs recorded, by iteration."""
+    """Read all export records of a run, sorted by iteration."""
     folder = f"runs/{run_id}/exports"
     return [read_record(store, f"{folder}/{name}", ExportRef) for name in store.list(folder)]
 

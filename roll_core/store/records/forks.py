@@ -1,8 +1,8 @@
-"""Forks: runs that go on from another's iteration with another config, and what can be told about their descent."""
+"""Forks: runs that continue from an iteration of another run with a changed config, and the lineage of such runs."""
 
 from collections.abc import Sequence
 
-from roll_core.config.load import changed_config
+from roll_core.config.load import override_config
 from roll_core.config.run import ForkedFrom, RunConfig, flat_config
 from roll_core.errors import ArtifactDamaged
 from roll_core.store.object_store import ObjectStore
@@ -13,23 +13,29 @@ from roll_core.types.refs import Record
 
 
 class Ancestor(Record):
-    """Example: Ancestor(run_id="quickstart-1", iteration=20, changes=("seed 0 -> 1",))"""
+    """Run and iteration that a fork continues, and how the fork's config differs.
+
+    Example: Ancestor(run_id="quickstart-1", iteration=20, changes=("seed 0 -> 1",))
+    """
 
     run_id: str
     iteration: int
     changes: tuple[str, ...]
-    """What the child's config has different."""
+    """Config keys that differ in the child, as "KEY OLD -> NEW"."""
 
 
 def forked_config(store: ObjectStore, run_id: str, iteration: int, overrides: Sequence[str]) -> RunConfig:
-    """The config of a run, changed, to go on from one of its iterations."""
+    """Config of a fork: the parent's config with the overrides applied and `forked_from` set."""
     parent = read_config(find_run(store, run_id))
     forked = parent.model_copy(update={"forked_from": ForkedFrom(run_id=run_id, iteration=iteration)})
-    return changed_config(forked, overrides, f"a fork of {run_id}")
+    return override_config(forked, overrides, f"a fork of {run_id}")
 
 
-def refuse_without_origin(store: ObjectStore, chain: Sequence[Manifest], origin: ForkedFrom | None) -> None:
-    """A fork never goes on from before its fork: its parent's updates, made with its own config, would be others."""
+def check_origin_exists(store: ObjectStore, chain: Sequence[Manifest], origin: ForkedFrom | None) -> None:
+    """Raise ArtifactDamaged if a fork would resume from a checkpoint before its origin.
+
+    Replaying the parent's updates from there with the fork's config would give other weights.
+    """
     if origin is None or checkpoints_to_resume(store, chain)[-1].iteration >= origin.iteration:
         return
     raise ArtifactDamaged(
@@ -39,7 +45,7 @@ def refuse_without_origin(store: ObjectStore, chain: Sequence[Manifest], origin:
 
 
 def lineage(store: ObjectStore, config: RunConfig) -> list[Ancestor]:
-    """From the parent to the first of the line."""
+    """Ancestors of a run, from its parent to the first run of the lineage; empty if it is not a fork."""
     ancestors: list[Ancestor] = []
     while (origin := config.forked_from) is not None:
         parent = read_config(find_run(store, origin.run_id))

@@ -1,7 +1,7 @@
-"""Which nodes failed, remembered for all runs of a store: `nodes/NODE/TIME-ID.json`, an object a failure.
+"""Node failures of all runs of a store, one object each: `nodes/NODE/TIME-ID.json`. Launchers exclude nodes by them.
 
-Nobody changes an object that is there, so writers cannot lose each other's entries. Node and time are in the name: who asks
-which nodes to leave out reads a listing and no objects.
+Objects are only created and deleted, never changed, so concurrent writers cannot overwrite each other's entries. Node and
+time are in the name, so that finding the excluded nodes takes only listings.
 """
 
 import uuid
@@ -16,13 +16,13 @@ from roll_core.store.records.sealed import create_sealed, read_record
 from roll_core.types.refs import Record, record_json
 
 FOLDER = "nodes"
-KEPT = timedelta(days=30)
-"""How long a failure can be looked at; nodes.window_hours says how long it counts."""
+RETENTION = timedelta(days=30)
+"""Age at which a failure record is deleted; `nodes.window_hours` says how long it counts."""
 _TIME = "%Y%m%dT%H%M%S.%fZ"
 
 
 class NodeFailure(Record):
-    """That a node, and not the code, was why a leg ended.
+    """Leg that ended because of a node and not because of the code.
 
     Example: NodeFailure(node="gpu-017", reason="/tmp has 0.2 GB left", run_id="qwen3-moe-3", leg=4,
     at="2026-11-15T20:30:00Z")
@@ -35,17 +35,17 @@ class NodeFailure(Record):
     at: datetime
 
 
-def note_failure(store: ObjectStore, failure: NodeFailure) -> None:
-    """Count a failure against its node, and forget what is older than `KEPT` of that node."""
+def record_failure(store: ObjectStore, failure: NodeFailure) -> None:
+    """Record a failure against its node, and delete that node's records older than `RETENTION`."""
     name = f"{_folder(failure.node)}/{failure.at.astimezone(UTC).strftime(_TIME)}-{uuid.uuid4().hex[:8]}.json"
     create_sealed(store, name, record_json(failure, indent=1))
     for old, at in _entries(store, failure.node):
-        if at < failure.at - KEPT:
+        if at < failure.at - RETENTION:
             store.delete(old)
 
 
 def excluded_nodes(store: ObjectStore, policy: NodesConfig, now: datetime) -> tuple[str, ...]:
-    """Nodes that later legs leave out: `policy.failures` or more within `policy.window_hours` before now."""
+    """Nodes that later legs exclude, sorted: `policy.failures` or more failures in the last `policy.window_hours`."""
     since = now - timedelta(hours=policy.window_hours)
     nodes = (unquote(name) for name in store.list(FOLDER))
     counts = {node: sum(since < at <= now for _, at in _entries(store, node)) for node in nodes}
@@ -53,7 +53,7 @@ def excluded_nodes(store: ObjectStore, policy: NodesConfig, now: datetime) -> tu
 
 
 def read_failures(store: ObjectStore) -> dict[str, list[NodeFailure]]:
-    """What is remembered, by node, the oldest first."""
+    """Read all recorded failures by node, oldest first."""
     found: dict[str, list[NodeFailure]] = defaultdict(list)
     for folder in store.list(FOLDER):
         for name, _ in _entries(store, unquote(folder)):
@@ -62,7 +62,7 @@ def read_failures(store: ObjectStore) -> dict[str, list[NodeFailure]]:
 
 
 def clear_failures(store: ObjectStore, nodes: Sequence[str]) -> int:
-    """Forget what is known now about some nodes; how many failures that were. One that is added meanwhile stays."""
+    """Delete the failures recorded so far against some nodes; returns their number. Failures added meanwhile are kept."""
     names = [name for node in nodes for name, _ in _entries(store, node)]
     for name in names:
         store.delete(name)
@@ -70,7 +70,7 @@ def clear_failures(store: ObjectStore, nodes: Sequence[str]) -> int:
 
 
 def _entries(store: ObjectStore, node: str) -> Iterator[tuple[str, datetime]]:
-    """Names of a node's failures, and when they were, the oldest first."""
+    """Yield the record name and time of each failure of a node, oldest first."""
     for entry in store.list(_folder(node)):
         at = datetime.strptime(entry.partition("-")[0], _TIME).replace(tzinfo=UTC)
         yield f"{_folder(node)}/{entry}", at

@@ -1,4 +1,4 @@
-"""Trajectories as Parquet, one row a trajectory, so that any data tool can read what a run generated."""
+"""Parquet codec of trajectories, one row each, so that any data tool can read what a run generated."""
 
 import io
 
@@ -34,7 +34,7 @@ _SCHEMA = pa.schema(
 
 
 def encode_trajectories(trajectories: list[Trajectory]) -> bytes:
-    """The same trajectories always give the same bytes, hence the same digest."""
+    """Encode trajectories as Parquet, deterministically: equal trajectories give equal bytes, hence the same digest."""
     rows = [
         {
             "problem_id": t.problem_id,
@@ -54,6 +54,7 @@ def encode_trajectories(trajectories: list[Trajectory]) -> bytes:
 
 
 def decode_trajectories(data: bytes) -> list[Trajectory]:
+    """Decode what `encode_trajectories` encoded."""
     return [
         Trajectory(
             problem_id=row["problem_id"],

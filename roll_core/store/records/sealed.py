@@ -1,12 +1,12 @@
-"""Records that are found by name and not by digest (configs, manifests), kept with their own name and digest.
+"""Sealed records: JSON found by name (configs, manifests, records), stored together with its own name and digest.
 
-A sealed object is JSON that a person can read:
+Example of a sealed object:
     {"name": "runs/quickstart-3/iterations/00000004.json",
     "sha256": "5d41402a...",
     "content":
     {...}
     }
-A changed byte, a cut, or an object that stands in another's place is noticed by whoever reads it.
+Every read verifies the name and the digest, so a changed byte, a truncation or a swapped object raises ArtifactDamaged.
 """
 
 import json
@@ -17,25 +17,25 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from roll_core.errors import ArtifactDamaged
-from roll_core.store.media.medium import in_order
+from roll_core.store.media.medium import map_in_order
 from roll_core.store.object_store import AlreadyExists, ObjectStore
 from roll_core.types.refs import Record, digest_of, record_json
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 RECORDS_IN_FLIGHT = 16
-"""Records read at once: reading 1,000 one after another from a store with 20 ms latency would take 20 s."""
+"""Records read at once. One after another, 1,000 of them would take 20 s from a store with 20 ms latency."""
 
 _BEFORE_CONTENT, _AFTER_CONTENT = b'\n"content":\n', b"\n}\n"
 
 
 def create_sealed(store: ObjectStore, name: str, content: bytes) -> None:
-    """Write a record that must not exist yet, as `ObjectStore.create` does."""
+    """Seal and create a record that must not exist yet; raises AlreadyExists if it does."""
     store.create(name, _seal(name, content))
 
 
 def read_sealed(store: ObjectStore, name: str) -> bytes:
-    """The content of a record as it was written; FileNotFoundError if it is not there."""
+    """Read and verify a sealed record; returns its content as written. Raises FileNotFoundError if it does not exist."""
     data = store.read(name)
     _, _, rest = data.partition(_BEFORE_CONTENT)
     content = rest.removesuffix(_AFTER_CONTENT)
@@ -48,7 +48,7 @@ def read_sealed(store: ObjectStore, name: str) -> bytes:
 
 
 def read_record(store: ObjectStore, name: str, record: type[AnyRecord]) -> AnyRecord:
-    """A sealed record; FileNotFoundError if it is not there."""
+    """Read and parse a sealed record. Raises FileNotFoundError if it does not exist."""
     try:
         return record.model_validate_json(read_sealed(store, name))
     except ValidationError as error:
@@ -59,7 +59,7 @@ def read_record(store: ObjectStore, name: str, record: type[AnyRecord]) -> AnyRe
 
 
 def create_record(store: ObjectStore, name: str, record: Record) -> None:
-    """Create a sealed record. A record that an earlier leg created under this name stands."""
+    """Create a sealed record. If an earlier leg has created one of that name, it stays."""
     try:
         create_sealed(store, name, record_json(record, indent=1))
     except AlreadyExists:
@@ -67,8 +67,8 @@ def create_record(store: ObjectStore, name: str, record: Record) -> None:
 
 
 def read_records(store: ObjectStore, names: Iterable[str], record: type[AnyRecord]) -> list[AnyRecord | None]:
-    """Read sealed records in order, several at a time; None for one that was deleted since it was listed."""
-    return list(in_order(partial(_read_if_present, store, record), names, RECORDS_IN_FLIGHT))
+    """Read sealed records in order, several at once; None for a record that was deleted since it was listed."""
+    return list(map_in_order(partial(_read_if_present, store, record), names, RECORDS_IN_FLIGHT))
 
 
 def _read_if_present(store: ObjectStore, record: type[AnyRecord], name: str) -> AnyRecord | None:
@@ -79,5 +79,6 @@ def _read_if_present(store: ObjectStore, record: type[AnyRecord], name: str) -> 
 
 
 def _seal(name: str, content: bytes) -> bytes:
+    """Wrap JSON content into a sealed object."""
     head = f'{{"name": {json.dumps(name)},\n"sha256": "{digest_of(content)}",'
     return head.encode() + _BEFORE_CONTENT + content + _AFTER_CONTENT

@@ -1,4 +1,4 @@
-"""Traces as Parquet, one row an attempt and its time with engines nested in it, so that any data tool can read them."""
+"""Parquet codec of traces, one row per attempt with its engine spans nested, so that any data tool can read them."""
 
 import io
 
@@ -32,7 +32,7 @@ _SCHEMA = pa.schema(
 
 
 def encode_trace(attempts: list[AttemptTrace]) -> bytes:
-    """The same attempts always give the same bytes, hence the same digest."""
+    """Encode attempts as Parquet, deterministically: equal attempts give equal bytes, hence the same digest."""
     rows = [vars(attempt) | {"spans": [vars(span) for span in attempt.spans]} for attempt in attempts]
     sink = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), sink, compression="zstd")
@@ -40,6 +40,7 @@ def encode_trace(attempts: list[AttemptTrace]) -> bytes:
 
 
 def decode_trace(data: bytes) -> list[AttemptTrace]:
+    """Decode what `encode_trace` encoded."""
     return [
         AttemptTrace(**row | {"fate": Fate(row["fate"]), "spans": tuple(Span(**span) for span in row["spans"])})
         for row in pq.read_table(io.BytesIO(data)).to_pylist()

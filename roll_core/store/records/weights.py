@@ -1,9 +1,9 @@
-"""Weights that engines read from the store: a record a version, whole or as differences to the one before.
+"""Weights versions that engines read from the store: one record each, whole or as a difference to the version before.
 
     runs/quickstart-3/weights/00000012-5b1e09c3f2aa.json
 
-They are there for engines that live now. A version goes when it is older than the grace and no younger one is made of it;
-the newest stays until the run is done. What is in the objects is the business of `roll_core.weights`.
+A version serves only engines of the running leg. It is retired when it is older than the grace period and no younger version
+is a difference to it; the newest stays until the run is done. `roll_core.weights` encodes and decodes the objects.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from roll_core.types.refs import WeightsRef, record_digest, record_json
 
 
 class RecordedWeights(NamedTuple):
-    """A record as it lies in the store, with its age by the store's clock."""
+    """Weights record in the store: its object name and its age by the store's clock."""
 
     name: str
     age_seconds: float
@@ -24,7 +24,7 @@ class RecordedWeights(NamedTuple):
 
 
 def record_weights(store: ObjectStore, weights: WeightsRef) -> None:
-    """Make stored buckets be a version. One that an earlier leg has recorded is recorded again, to be young."""
+    """Record a stored weights version, which makes it visible. An earlier leg's record is replaced, to restart its age."""
     name, content = weights_record_name(weights), record_json(weights, indent=1)
     try:
         create_sealed(store, name, content)
@@ -34,7 +34,7 @@ def record_weights(store: ObjectStore, weights: WeightsRef) -> None:
 
 
 def read_base(store: ObjectStore, weights: WeightsRef) -> WeightsRef:
-    """The version that these are differences to."""
+    """Read the record of the version that `weights` is a difference to."""
     assert weights.base is not None, "whole weights have no base"
     try:
         return read_record(store, weights.base, WeightsRef)
@@ -45,18 +45,21 @@ def read_base(store: ObjectStore, weights: WeightsRef) -> WeightsRef:
 
 
 def recorded_weights(store: ObjectStore, run_id: str) -> list[RecordedWeights]:
-    """Every version a run's legs recorded and that was not retired, the youngest first."""
+    """Read all weights records of a run, youngest first."""
     found = sorted(store.list_below(f"runs/{run_id}/weights"), key=lambda stored: stored.age_seconds)
     records = read_records(store, [stored.name for stored in found], WeightsRef)
     return [RecordedWeights(s.name, s.age_seconds, weights) for s, weights in zip(found, records, strict=True) if weights]
 
 
-def weights_in_use(recorded: Sequence[RecordedWeights], young_seconds: float, at_least: int) -> list[RecordedWeights]:
-    """Those that engines may read: all that are young, at least so many of the youngest, and what they are made of."""
+def weights_in_use(recorded: Sequence[RecordedWeights], grace_seconds: float, min_kept: int) -> list[RecordedWeights]:
+    """Select the versions that engines may read, from records sorted youngest first.
+
+    These are the versions younger than `grace_seconds`, the youngest `min_kept`, and every version they are differences to.
+    """
     by_name = {each.name: each for each in recorded}
     needed: dict[str, RecordedWeights] = {}
     for number, each in enumerate(recorded):
-        follow: RecordedWeights | None = each if number < at_least or each.age_seconds < young_seconds else None
+        follow: RecordedWeights | None = each if number < min_kept or each.age_seconds < grace_seconds else None
         while follow is not None and follow.name not in needed:
             needed[follow.name] = follow
             follow = by_name.get(follow.weights.base or "")
@@ -64,5 +67,5 @@ def weights_in_use(recorded: Sequence[RecordedWeights], young_seconds: float, at
 
 
 def weights_record_name(weights: WeightsRef) -> str:
-    """By what is in it, so that the same version stored whole and as a difference are two."""
+    """Name of a weights record, by its content: one version stored whole and stored as a difference has two records."""
     return f"runs/{weights.run_id}/weights/{weights.version:08d}-{record_digest(weights)[:12]}.json"

@@ -1,1 +1,1 @@
-"""Store upkeep: checkpoint retention and garbage collection."""
+"""Store upkeep: retention of checkpoints and weights versions, and garbage collection of objects."""

@@ -1,8 +1,9 @@
-"""Retention: which checkpoints stay, and how the others go without taking what somebody needs.
+"""Retention: which checkpoints and weights versions are kept, and how the others are deleted without a race.
 
-A checkpoint that a policy lets go is marked first (runs/RUN/retiring/). A run that is going to fork from it or to learn from
-it stores its config and then looks for the mark; whoever retires it marks it and then looks into all configs. So either the
-mark is seen and the new run is refused with a sentence, or the config is seen and the checkpoint stays.
+Retiring a checkpoint first writes a tombstone (runs/RUN/retiring/), then reads the configs of all runs, then deletes the
+checkpoint if no config names it. A new run that forks or distills from a checkpoint first stores its config, then looks for
+the tombstone. Either the new run sees the tombstone and is refused, or the retiring process sees the config and keeps the
+checkpoint. Used by the leg driver (`roles/fleet.py`, `roles/publishing.py`).
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -10,27 +11,30 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from roll_core.config.operations.services import CheckpointConfig
-from roll_core.store.media.medium import in_order
+from roll_core.store.media.medium import map_in_order
 from roll_core.store.object_store import AlreadyExists, ObjectStore, object_name
-from roll_core.store.records.checkpoints import checkpoint_record_name, checkpoints_of, mark_name, read_checkpoints
+from roll_core.store.records.checkpoints import checkpoint_record_name, checkpoints_of, read_checkpoints, tombstone_name
 from roll_core.store.records.exports import read_exports
-from roll_core.store.records.runs import MANIFESTS_IN_FLIGHT, read_chain, stored_config
+from roll_core.store.records.runs import MANIFESTS_IN_FLIGHT, read_chain, read_raw_config
 from roll_core.store.records.weights import recorded_weights, weights_in_use
 from roll_core.types.manifest import Manifest
 from roll_core.types.refs import CheckpointFile, CheckpointRef
 
 
-class Place(NamedTuple):
-    """Where a run was. Example: Place("quickstart-3", 20)"""
+class CheckpointKey(NamedTuple):
+    """Run and iteration that identify a checkpoint. Example: CheckpointKey("quickstart-3", 20)"""
 
     run_id: str
     iteration: int
 
 
-def retired(
-    checkpoints: Sequence[CheckpointRef], chain: Sequence[Manifest], policy: CheckpointConfig, needed: Collection[int]
+def checkpoints_to_retire(
+    checkpoints: Sequence[CheckpointRef], chain: Sequence[Manifest], policy: CheckpointConfig, referenced: Collection[int]
 ) -> list[CheckpointRef]:
-    """Which of a chain's checkpoints, given by iteration, a policy lets go: never the first, the newest, or one needed."""
+    """Return the checkpoints of a chain that the policy drops: never the first, the newest, or a referenced one.
+
+    `checkpoints` are sorted by iteration; `referenced` holds iterations.
+    """
     if policy.keep_last is None or not checkpoints:
         return []
     iterations = [checkpoint.iteration for checkpoint in checkpoints]
@@ -38,67 +42,79 @@ def retired(
     evaluated = [iteration for iteration in iterations if iteration in accuracies]
     best = sorted(evaluated, key=lambda iteration: (accuracies[iteration], iteration), reverse=True)[: policy.keep_best]
     every = [iteration for iteration in iterations if policy.keep_every and iteration % policy.keep_every == 0]
-    kept = {iterations[0], *iterations[-policy.keep_last :], *best, *every, *needed}
+    kept = {iterations[0], *iterations[-policy.keep_last :], *best, *every, *referenced}
     return [checkpoint for checkpoint in checkpoints if checkpoint.iteration not in kept]
 
 
 def retire(store: ObjectStore, run_id: str, policy: CheckpointConfig, grace_seconds: float) -> list[CheckpointRef]:
-    """Remove the checkpoints of a run that its policy lets go and that are older than the grace, with the files nothing else
-    names; which they were. What a killed one left half done, the next one does, or `roll gc`."""
-    going = _going(store, run_id, policy, grace_seconds)
-    marks = {mark_name(run_id, checkpoint) for checkpoint in going}
+    """Delete the checkpoints of a run that its policy drops and that are older than the grace period; returns them.
+
+    Files that no other record names are deleted with them. If a call is killed halfway, the next call or `roll gc` finishes.
+    """
+    retirable = _retirable(store, run_id, policy, grace_seconds)
+    tombstones = {tombstone_name(run_id, checkpoint) for checkpoint in retirable}
     for left in store.list(f"runs/{run_id}/retiring"):
-        if f"runs/{run_id}/retiring/{left}" not in marks:
+        if f"runs/{run_id}/retiring/{left}" not in tombstones:
             store.delete(f"runs/{run_id}/retiring/{left}")
-    if not going:
+    if not retirable:
         return []
-    for mark in sorted(marks):
-        _mark(store, mark)
-    needed = needed_places(store)
-    gone = [checkpoint for checkpoint in going if Place(run_id, checkpoint.iteration) not in needed]
-    for checkpoint in gone:
+    for tombstone in sorted(tombstones):
+        _create_tombstone(store, tombstone)
+    referenced = referenced_checkpoints(store)
+    retired = [checkpoint for checkpoint in retirable if CheckpointKey(run_id, checkpoint.iteration) not in referenced]
+    for checkpoint in retired:
         store.delete(checkpoint_record_name(run_id, checkpoint))
-    needed_files = {object_name(file.artifact) for file in _all_files(store)}
-    free(store, {object_name(f.artifact) for checkpoint in gone for f in checkpoint.files} - needed_files, grace_seconds)
-    for mark in sorted(marks):
-        store.delete(mark)
-    return gone
+    referenced_files = {object_name(file.artifact) for file in _all_files(store)}
+    delete_unreferenced(
+        store,
+        {object_name(f.artifact) for checkpoint in retired for f in checkpoint.files} - referenced_files,
+        grace_seconds,
+    )
+    for tombstone in sorted(tombstones):
+        store.delete(tombstone)
+    return retired
 
 
-def needed_places(store: ObjectStore) -> set[Place]:
-    """Checkpoints that configs of runs in a store name: where forks left, and who teaches. Each by the run that made it."""
+def referenced_checkpoints(store: ObjectStore) -> set[CheckpointKey]:
+    """Checkpoints that the configs in a store name, as origin of a fork or as teacher. Each key has the run that made it."""
     run_ids = list(store.list("runs"))
-    configs = dict(zip(run_ids, in_order(partial(stored_config, store), run_ids, MANIFESTS_IN_FLIGHT), strict=True))
-    return {_where_made(configs, place) for config in configs.values() for place in _named(config)}
+    configs = dict(zip(run_ids, map_in_order(partial(read_raw_config, store), run_ids, MANIFESTS_IN_FLIGHT), strict=True))
+    return {_origin_of(configs, key) for config in configs.values() for key in _references_of(config)}
 
 
-def _going(store: ObjectStore, run_id: str, policy: CheckpointConfig, grace_seconds: float) -> list[CheckpointRef]:
+def _retirable(store: ObjectStore, run_id: str, policy: CheckpointConfig, grace_seconds: float) -> list[CheckpointRef]:
+    """Checkpoints recorded by this run that are dropped or orphaned, and at least `grace_seconds` old."""
     chain = read_chain(store, run_id)
     ages = {stored.name: stored.age_seconds for stored in store.list_below(f"runs/{run_id}/checkpoints")}
-    needed = {place.iteration for place in needed_places(store) if place.run_id == run_id}
-    going = retired(checkpoints_of(store, chain), chain, policy, needed) + _strays(store, run_id, chain)
-    # An ancestor's checkpoints have no record here.
-    return [each for each in going if ages.get(checkpoint_record_name(run_id, each), -1.0) >= grace_seconds]
+    referenced = {key.iteration for key in referenced_checkpoints(store) if key.run_id == run_id}
+    retirable = checkpoints_to_retire(checkpoints_of(store, chain), chain, policy, referenced) + _orphaned_checkpoints(
+        store, run_id, chain
+    )
+    # Checkpoints of an ancestor have no record under this run, hence no age.
+    return [each for each in retirable if ages.get(checkpoint_record_name(run_id, each), -1.0) >= grace_seconds]
 
 
-def _strays(store: ObjectStore, run_id: str, chain: Sequence[Manifest]) -> list[CheckpointRef]:
-    """What legs recorded that lost their iteration to another leg: nobody will ever load them."""
+def _orphaned_checkpoints(store: ObjectStore, run_id: str, chain: Sequence[Manifest]) -> list[CheckpointRef]:
+    """Checkpoints of legs that lost the race to commit their iteration: no resume ever loads them."""
     committed = {manifest.iteration: manifest.weights_digest for manifest in chain}
     records = read_checkpoints(store, run_id)
     return [each for each in records if committed.get(each.iteration, each.weights_digest) != each.weights_digest]
 
 
-def free(store: ObjectStore, unneeded: Collection[str], grace_seconds: float) -> None:
-    """Delete objects that nothing names any more, but for young ones, since somebody who has not named them yet may have put
-    the same bytes. A folder's ages are read just before."""
-    for folder in sorted({name.rpartition("/")[0] for name in unneeded}):
+def delete_unreferenced(store: ObjectStore, names: Collection[str], grace_seconds: float) -> None:
+    """Delete the named objects that are at least `grace_seconds` old.
+
+    Younger ones are kept, because another process may have put the same bytes and not recorded them yet. The ages in a
+    folder are listed right before its objects are deleted.
+    """
+    for folder in sorted({name.rpartition("/")[0] for name in names}):
         for stored in store.list_below(folder):
-            if stored.name in unneeded and stored.age_seconds >= grace_seconds:
+            if stored.name in names and stored.age_seconds >= grace_seconds:
                 store.delete(stored.name)
 
 
 def _all_files(store: ObjectStore) -> Iterator[CheckpointFile]:
-    """Of every checkpoint and export of every run. Rollouts are never the same bytes."""
+    """Yield the files of every checkpoint and export of every run. Rollouts never have the same bytes as these files."""
     for run_id in store.list("runs"):
         for checkpoint in read_checkpoints(store, run_id):
             yield from checkpoint.files
@@ -107,38 +123,44 @@ def _all_files(store: ObjectStore) -> Iterator[CheckpointFile]:
 
 
 def retire_weights(store: ObjectStore, run_id: str, grace_seconds: float) -> list[str]:
-    """Remove versions that no engine needs any more, with the objects no other weights are made of; which they were."""
+    """Delete the records of weights versions that no engine may read; returns their names.
+
+    Objects that no other version shares are deleted with them.
+    """
     recorded = recorded_weights(store, run_id)
-    staying = {each.name for each in weights_in_use(recorded, grace_seconds, at_least=1)}
-    going = [each for each in recorded if each.name not in staying]
-    for each in going:  # the youngest first: none is left without its base
+    kept = {each.name for each in weights_in_use(recorded, grace_seconds, min_kept=1)}
+    retirable = [each for each in recorded if each.name not in kept]
+    for each in retirable:  # youngest first, so that no version is left without its base
         store.delete(each.name)
-    # The bytes of weights are nobody's but other weights': a fork's first are its parent's.
+    # Only other weights records can share these objects: the first weights of a fork are its parent's.
     named = {
         object_name(artifact)
         for other in store.list("runs")
         for each in recorded_weights(store, other)
         for artifact in each.weights.artifacts
     }
-    free(store, {object_name(artifact) for each in going for artifact in each.weights.artifacts} - named, grace_seconds)
-    return [each.name for each in going]
+    delete_unreferenced(
+        store, {object_name(artifact) for each in retirable for artifact in each.weights.artifacts} - named, grace_seconds
+    )
+    return [each.name for each in retirable]
 
 
-def _mark(store: ObjectStore, name: str) -> None:
+def _create_tombstone(store: ObjectStore, name: str) -> None:
     try:
         store.create(name, b"")
-    except AlreadyExists:  # by one that was killed
+    except AlreadyExists:  # left by a killed call
         return
 
 
-def _named(config: dict[str, Any]) -> list[Place]:
+def _references_of(config: dict[str, Any]) -> list[CheckpointKey]:
+    """Checkpoints that a config names: the origin of the fork, and the teachers that are runs."""
     origin, algorithm = config.get("forked_from"), config.get("algorithm") or {}
     teachers = [teacher for teacher in algorithm.get("teachers") or [] if teacher["kind"] == "run"]
-    return [Place(named["run_id"], named["iteration"]) for named in [*([origin] if origin else []), *teachers]]
+    return [CheckpointKey(named["run_id"], named["iteration"]) for named in [*([origin] if origin else []), *teachers]]
 
 
-def _where_made(configs: dict[str, dict[str, Any]], place: Place) -> Place:
-    """A fork's early iterations are its parent's."""
-    while (origin := configs.get(place.run_id, {}).get("forked_from")) and place.iteration <= origin["iteration"]:
-        place = Place(origin["run_id"], place.iteration)
-    return place
+def _origin_of(configs: dict[str, dict[str, Any]], key: CheckpointKey) -> CheckpointKey:
+    """Key of the run that made a checkpoint: the early iterations of a fork are its parent's."""
+    while (origin := configs.get(key.run_id, {}).get("forked_from")) and key.iteration <= origin["iteration"]:
+        key = CheckpointKey(origin["run_id"], key.iteration)
+    return key

@@ -1,1 +1,1 @@
-"""Mixture-of-experts routers: load statistics, auxiliary losses and routing replay, shared by both backends."""
+"""Routers of mixture-of-experts models: load statistics, auxiliary losses and routing replay, shared by both backends."""

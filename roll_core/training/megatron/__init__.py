@@ -1,1 +1,1 @@
-"""The Megatron training backend: megatron-core models with tensor, pipeline, context, expert and data parallelism."""
+"""Megatron training backend: megatron-core models with tensor, pipeline, context, expert and data parallelism."""

@@ -1,6 +1,7 @@
-"""The `megatron` training backend: a policy spread over ranks by `training.layout`, and frozen ones it is compared with.
+"""The `megatron` training backend: a policy sharded over ranks by `training.layout`, and the frozen policies it is compared
+with.
 
-All of Megatron is called within `on_device()`, which makes it run without a GPU.
+All Megatron code is imported and called within `on_device()`, which makes it run without a GPU.
 """
 
 import math
@@ -20,7 +21,7 @@ from roll_core.config.optimizer import OptimizerConfig
 from roll_core.config.training.training import TrainingConfig
 from roll_core.errors import RollError
 from roll_core.models.causal_lm import build_model, model_config
-from roll_core.models.checkpoint_names import as_checkpoint
+from roll_core.models.checkpoint_names import to_checkpoint_names
 from roll_core.models.megatron_names import MegatronNames
 from roll_core.models.tensor_files import NamedTensors, TensorFiles, TensorsInMemory
 from roll_core.training.base import Policy, Share, Snapshot
@@ -33,7 +34,7 @@ from roll_core.training.schedule import learning_rate_at
 from roll_core.training.scorer import ReferenceStates, Scored
 from roll_core.training.snapshot import HostCopy, written_files
 from roll_core.types.manifest import Metrics
-from roll_core.weights.shards import Shard, TensorGatherer, fill
+from roll_core.weights.shards import Shard, TensorGatherer, load_shards
 
 with on_device():
     from roll_core.training.megatron import checkpoint as megatron_checkpoint
@@ -41,16 +42,17 @@ with on_device():
     from roll_core.training.megatron.layers import ObservedRouter
     from roll_core.training.megatron.model import PolicyModel, build_chunks
     from roll_core.training.megatron.optimizer import MOMENTS, DistributedAdam, OwnedRange, wrap
-    from roll_core.training.megatron.pipeline import RowPart, Scoring, forward, forward_backward, to_all_stages
+    from roll_core.training.megatron.pipeline import RowPart, Scoring, broadcast_from_last_stage, forward, forward_backward
     from roll_core.training.megatron.shards import shards_of
-    from roll_core.training.megatron.world import adopt_layout, share_of
+    from roll_core.training.megatron.world import initialize_layout, share_of
 
 AREA = "update"
+"""First part of the metric names."""
 
 
-class Initial(StrEnum):
-    """Weights to begin with. MODEL: those of the model's config. DRAWN: by Megatron, where they are to be: to measure models
-    that no host has room for."""
+class InitialWeights(StrEnum):
+    """Initial weights of a model. MODEL: the weights that the model's config names. DRAWN: random weights, drawn by Megatron
+    on the device, to measure models that no host has memory for."""
 
     MODEL = "model"
     DRAWN = "drawn"
@@ -58,34 +60,37 @@ class Initial(StrEnum):
 
 @dataclass(frozen=True)
 class MegatronSettings:
-    """What a Megatron model is built by."""
+    """Settings that Megatron models are built with."""
 
     training: TrainingConfig
     seed: int
     temperature: float
+    """Sampling temperature; logits are divided by it."""
     device: torch.device
-    initial: Initial = Initial.MODEL
+    initial: InitialWeights = InitialWeights.MODEL
 
 
 class MegatronBackend:
+    """Policy trained by megatron-core, sharded over ranks; a `TrainingBackend`."""
+
     def __init__(self, model: ModelConfig, settings: MegatronSettings):
         self._settings = settings
         self._model_config = model
         with on_device():
-            adopt_layout(settings.training.layout, settings.device, settings.seed)
-            self._policy = _Built(model, settings)
+            initialize_layout(settings.training.layout, settings.device, settings.seed)
+            self._policy = _LocalPolicy(model, settings)
             if settings.training.routing.freeze_router:
                 for router in _routers(self._policy.chunks):
-                    router.requires_grad_(False)  # before it is wrapped, which gives a place to all gradients that will be
+                    router.requires_grad_(False)  # before wrapping, which allocates the gradient buffers
             self._wrapped = wrap(self._policy.chunks)
-            self._gathering = TensorGatherer(self._policy.shards, self._policy.names)
-            self._routers = _trained_routers(self._policy.chunks, settings)
+            self._gatherer = TensorGatherer(self._policy.shards, self._policy.names)
+            self._routers = _observe_routers(self._policy.chunks, settings)
         self._share = share_of(settings.training.layout)
-        self._frozen: dict[str, _Built] = {}
+        self._frozen: dict[str, _LocalPolicy] = {}
         self._sums: dict[str, Tensor] = {}
         self._host_copy = HostCopy()
-        self._residence = MegatronOffloader(settings.device)
-        self._writers = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        self._offloader = MegatronOffloader(settings.device)
+        self._checkpoint_group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
 
     @property
     def share(self) -> Share:
@@ -100,17 +105,17 @@ class MegatronBackend:
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], policy: str) -> list[Tensor]:
         built = self._policy if policy == Policy.CURRENT else self._frozen[policy]
-        return self._scored(built, micro_batches, lambda score, _: score(None).logprobs_N)
+        return self._score(built, micro_batches, lambda score, _: score(None).logprobs_N)
 
     def divergences(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        references = self._references(micro_batches)
-        return self._scored(self._policy, micro_batches, lambda score, n: score(references[n]).divergences_N)
+        references = self._reference_states(micro_batches)
+        return self._score(self._policy, micro_batches, lambda score, n: score(references[n]).divergences_N)
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFn) -> None:
         self._accumulate(micro_batches, loss, {})
 
     def accumulate_beside_reference(self, micro_batches: Sequence[MicroBatch], loss: LossFn) -> None:
-        self._accumulate(micro_batches, loss, self._references(micro_batches))
+        self._accumulate(micro_batches, loss, self._reference_states(micro_batches))
 
     def apply_gradients(self) -> Metrics:
         rate = learning_rate_at(self._step, self._optimizer_config, self._total_steps)
@@ -128,117 +133,126 @@ class MegatronBackend:
         self._sums = {}
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Full gradients accumulated so far: for tests and for debugging a run."""
+        """Yield the full gradients accumulated so far, by Hugging Face name; for tests and for debugging a run."""
         with on_device():
             self._optimizer.gather_gradients()
         trained = TensorGatherer([each for each in self._policy.shards if each.parameter.requires_grad], self._policy.names)
         return trained.tensors(lambda parameter: parameter.main_grad, torch.float32)  # type: ignore[attr-defined]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._gathering.tensors(lambda parameter: parameter.data, self._policy.dtype)
+        return self._gatherer.tensors(lambda parameter: parameter.data, self._policy.dtype)
 
     def offload(self) -> None:
-        held = list(self._optimizer.held())
+        owned_ranges = list(self._optimizer.owned_ranges())
         policies = [self._policy, *self._frozen.values()]
         kept: list[Tensor] = [parameter for policy in policies for parameter in policy.parameters]
-        kept += [each.main for each in held] + [each.state[name] for each in held for name in MOMENTS]
-        self._residence.offload(kept, emptied=self._optimizer.gradient_buffers)
+        kept += [each.main for each in owned_ranges] + [each.state[name] for each in owned_ranges for name in MOMENTS]
+        self._offloader.offload(kept, emptied=self._optimizer.gradient_buffers)
 
     def reload(self) -> None:
-        self._residence.reload()
+        self._offloader.reload()
 
     def snapshot(self) -> Snapshot:
-        held, parameters = list(self._optimizer.held()), self._policy.parameters
-        copied = self._host_copy.of(
+        owned_ranges, parameters = list(self._optimizer.owned_ranges()), self._policy.parameters
+        copied = self._host_copy.copy(
             {
                 "weights": [parameter.data for parameter in parameters],
-                "state": [{name: each.value(name) for name in self._kept} for each in held],
+                "state": [{name: each.value(name) for name in self._stored_names} for each in owned_ranges],
             }
         )
         blocks = self._policy.weight_blocks(dict(zip(parameters, copied["weights"], strict=True)))
-        blocks += [b for each, state in zip(held, copied["state"], strict=True) for b in self._state_blocks(each, state)]
-        progress, group = Progress(self._step, self._optimizer.moves), self._writers
+        blocks += [
+            b for each, state in zip(owned_ranges, copied["state"], strict=True) for b in self._state_blocks(each, state)
+        ]
+        progress, group = Progress(self._step, self._optimizer.step_count), self._checkpoint_group
         shares = self._routers.losses.shares
 
         def write(folder: Path) -> list[Path]:
-            # Their own group: the ranks go on training, and the order of collectives within a group must be the same.
+            # A process group of its own: ranks keep training, and collectives of a group must have one order on all ranks.
             megatron_checkpoint.save(folder, blocks, progress, group)
             return written_files(folder) + (write_shares(shares, folder) if dist.get_rank() == 0 else [])
 
         return write
 
     def load(self, folder: Path) -> None:
-        held = list(self._optimizer.held())
+        owned_ranges = list(self._optimizer.owned_ranges())
         megatron_checkpoint.load(folder, self._policy.weight_blocks())
         with on_device():
-            self._optimizer.follow_parameters()
-        blocks = [b for each in held for b in self._state_blocks(each, {name: each.value(name) for name in self._kept})]
-        self._step, moves = megatron_checkpoint.load(folder, blocks)
-        self._optimizer.set_moves(moves)
+            self._optimizer.sync_main_weights()
+        blocks = [
+            b
+            for each in owned_ranges
+            for b in self._state_blocks(each, {name: each.value(name) for name in self._stored_names})
+        ]
+        self._step, step_count = megatron_checkpoint.load(folder, blocks)
+        self._optimizer.set_step_count(step_count)
         self._routers.losses.load(folder)
 
     def load_frozen(self, name: str, folder: Path) -> None:
         with on_device():
-            frozen = _Built(self._model_config, self._settings)
+            frozen = _LocalPolicy(self._model_config, self._settings)
         megatron_checkpoint.load(folder, frozen.weight_blocks())
         self._frozen[name] = frozen
 
     def build_frozen(self, name: str, model: ModelConfig) -> None:
         with on_device():
-            frozen = _Built(model, self._settings)
+            frozen = _LocalPolicy(model, self._settings)
         theirs, ours = frozen.vocabulary_size, self._policy.vocabulary_size
         if theirs != ours:
             raise RollError(f"algorithm.teachers: {name} has a vocabulary of {theirs} tokens, the policy one of {ours}")
         self._frozen[name] = frozen
 
     @property
-    def _kept(self) -> tuple[str, ...]:
-        """What is stored of the optimizer: float32 weights beside others, if the parameters are others."""
+    def _stored_names(self) -> tuple[str, ...]:
+        """Names of the optimizer tensors in a checkpoint. The float32 main weights are stored only beside parameters of
+        another dtype."""
         return MOMENTS if self._policy.dtype is torch.float32 else ("main", *MOMENTS)
 
-    def _scored(self, built: "_Built", micro_batches: Sequence[MicroBatch], read: "Read") -> list[Tensor]:
-        """Something of every micro-batch that its scores say, on all ranks."""
+    def _score(self, built: "_LocalPolicy", micro_batches: Sequence[MicroBatch], read: "ReadScores") -> list[Tensor]:
+        """Score micro-batches and return, on all ranks, the tensor that `read` picks from the scores of each."""
         device = self._settings.device
 
-        def at_the_end(model: PolicyModel, part: RowPart, hidden: Tensor, number: int) -> Tensor:
+        def finish(model: PolicyModel, part: RowPart, hidden: Tensor, number: int) -> Tensor:
             found = read(lambda reference: built.scoring.score(model, part, reference, hidden), number)
             assert found is not None
             return found
 
         with on_device():
-            return to_all_stages(forward(built.chunks, micro_batches, at_the_end, device), micro_batches, device)
+            return broadcast_from_last_stage(forward(built.chunks, micro_batches, finish, device), micro_batches, device)
 
-    def _references(self, micro_batches: Sequence[MicroBatch]) -> dict[int, ReferenceStates]:
-        """What the reference says of each, by number; on the last stage."""
+    def _reference_states(self, micro_batches: Sequence[MicroBatch]) -> dict[int, ReferenceStates]:
+        """Compute the reference's states of each micro-batch, by its number; empty on all pipeline stages but the last."""
         reference = self._frozen[Policy.REFERENCE]
 
-        def at_the_end(model: PolicyModel, part: RowPart, hidden: Tensor, _: int) -> ReferenceStates:
+        def finish(model: PolicyModel, part: RowPart, hidden: Tensor, _: int) -> ReferenceStates:
             return reference.scoring.reference(model, part, hidden)
 
         with on_device():
-            return dict(enumerate(forward(reference.chunks, micro_batches, at_the_end, self._settings.device)))
+            return dict(enumerate(forward(reference.chunks, micro_batches, finish, self._settings.device)))
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFn, references: dict[int, ReferenceStates]) -> None:
         scoring = self._policy.scoring
 
-        def loss_at_the_end(model: PolicyModel, part: RowPart, hidden: Tensor, number: int) -> Tensor:
+        def compute_loss(model: PolicyModel, part: RowPart, hidden: Tensor, number: int) -> Tensor:
             scored = scoring.score(model, part, references.get(number), hidden)
             outputs = loss(loss_inputs(part.batch, scored))
-            self._note(outputs, len(scored.logprobs_N))
+            self._record(outputs, len(scored.logprobs_N))
             return outputs.loss
 
-        self._routers.begin(micro_batches)
+        self._routers.begin_step(micro_batches)
         with on_device():
-            forward_backward(self._wrapped, micro_batches, loss_at_the_end, self._settings.device)
+            forward_backward(self._wrapped, micro_batches, compute_loss, self._settings.device)
 
-    def _note(self, outputs: LossOutputs, num_tokens: int) -> None:
-        noted = {"loss": outputs.loss, "scored_tokens": torch.tensor(float(num_tokens)), **outputs.metric_sums}
-        for name, value in noted.items():
+    def _record(self, outputs: LossOutputs, num_tokens: int) -> None:
+        """Add the loss and the metric sums of a micro-batch to the sums of the optimizer step."""
+        recorded = {"loss": outputs.loss, "scored_tokens": torch.tensor(float(num_tokens)), **outputs.metric_sums}
+        for name, value in recorded.items():
             self._sums[name] = self._sums[name] + value.detach() if name in self._sums else value.detach()
 
     def _drain_sums(self) -> Metrics:
-        """Sums of this step over all shares; per-token sums become means over the tokens scored, if there were any."""
-        mine = {name: float(value) for name, value in self._sums.items()} if self._share.speaks else {}
+        """Return the sums of this optimizer step over all shares, and reset them. Per-token sums become means over the
+        scored tokens, if there are any."""
+        mine = {name: float(value) for name, value in self._sums.items()} if self._share.is_reporter else {}
         self._sums = {}
         parts: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(parts, mine)
@@ -248,7 +262,7 @@ class MegatronBackend:
         return means | {f"{AREA}/loss": loss}
 
     def _state_blocks(self, held: OwnedRange, state: dict[str, Tensor]) -> Iterator[Block]:
-        """Of the numbers of a parameter that this rank moves, what the optimizer knows."""
+        """Yield the checkpoint blocks of the optimizer state of an owned range."""
         for shard in self._policy.shards_by_parameter[held.parameter]:
             first = shard.first_row * held.parameter.stride(0)
             start, stop = max(held.start, first), min(held.stop, first + math.prod(shard.slice.shape))
@@ -257,12 +271,13 @@ class MegatronBackend:
                 yield from blocks_of(name, shard.slice, self._policy.names, part, start - first, stop - first)
 
 
-Read = Callable[[Callable[[ReferenceStates | None], Scored], int], Tensor | None]
-"""Asks for the scores of a micro-batch of this number, and reads something off them."""
+ReadScores = Callable[[Callable[[ReferenceStates | None], Scored], int], Tensor | None]
+"""Function that picks a tensor from the scores of a micro-batch. Its arguments are a function that computes the scores,
+given a reference or None, and the number of the micro-batch."""
 
 
-class _Built:
-    """A policy on this rank: the chunks that it has of it, and how tokens are scored by it."""
+class _LocalPolicy:
+    """One policy on this rank: its model chunks, the shards they hold, and its scoring settings."""
 
     def __init__(self, model: ModelConfig, settings: MegatronSettings):
         config = model_config(model)
@@ -271,8 +286,8 @@ class _Built:
         self.scoring = Scoring(self.vocabulary_size, settings.temperature, settings.training.logprob_chunk_tokens)
         self.chunks = build_chunks(config, settings.training, settings.device)
         self.shards = shards_of(self.chunks)
-        if settings.initial is Initial.MODEL:
-            fill(self.shards, self.names, _weights_of(model, settings.seed))
+        if settings.initial is InitialWeights.MODEL:
+            load_shards(self.shards, self.names, _initial_weights(model, settings.seed))
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -290,19 +305,20 @@ class _Built:
         return found
 
     def weight_blocks(self, values: dict[nn.Parameter, Tensor] | None = None) -> list[Block]:
-        """Of the weights where they lie, or of a copy of them."""
+        """Checkpoint blocks of the weights, or of the copies in `values`."""
         blocks: list[Block] = []
         for shard in self.shards:
-            part = shard.within(shard.parameter.data if values is None else values[shard.parameter]).view(-1)
+            part = shard.view_of(shard.parameter.data if values is None else values[shard.parameter]).view(-1)
             blocks += blocks_of("weight", shard.slice, self.names, part, 0, len(part))
         return blocks
 
 
-def _trained_routers(chunks: Sequence[PolicyModel], settings: MegatronSettings) -> Routers:
+def _observe_routers(chunks: Sequence[PolicyModel], settings: MegatronSettings) -> Routers:
+    """Create the observer of the policy's routers and attach it to each of them."""
     config = chunks[0].config
     routers = Routers(settings.training.routing, config.num_layers, config.num_moe_experts or 0, settings.device)
     for router in _routers(chunks):
-        router.trained_by = routers
+        router.observer = routers
     return routers
 
 
@@ -310,12 +326,13 @@ def _routers(chunks: Sequence[PolicyModel]) -> list[ObservedRouter]:
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, ObservedRouter)]
 
 
-def _weights_of(model: ModelConfig, seed: int) -> NamedTensors:
-    """Those of a folder; those of a model from scratch are drawn whole, by every rank, as the torch backend draws them."""
+def _initial_weights(model: ModelConfig, seed: int) -> NamedTensors:
+    """Tensors of a pretrained model's folder. For a model from scratch every rank draws all tensors, as the torch backend
+    does."""
     match model:
         case PretrainedModel():
             return TensorFiles(Path(model.path))
         case ScratchModel():
             return TensorsInMemory(
-                dict(as_checkpoint((n, p.detach()) for n, p in build_model(model, seed).named_parameters()))
+                dict(to_checkpoint_names((n, p.detach()) for n, p in build_model(model, seed).named_parameters()))
             )

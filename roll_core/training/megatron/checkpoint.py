@@ -1,8 +1,9 @@
-"""Checkpoints of Megatron models in the files of torch.distributed.checkpoint, readable under any layout.
+"""Checkpoints of Megatron models in torch.distributed.checkpoint files, readable under any layout.
 
-A global tensor is stored in blocks, each a box of it with the place of its first number. Of a parameter a rank has a slice,
-of the optimizer's state a run of its numbers, which is up to three boxes of a matrix. Whoever loads reads what overlaps
-with its own boxes; nobody ever has a whole tensor. Padding of the vocabulary is not stored: it depends on the layout.
+A global tensor is stored in blocks. A block is a hyper-rectangle of the tensor, with the offsets of its first element. A
+rank holds a slice of each parameter, and the optimizer state of a flat range of its elements; a flat range is up to three
+hyper-rectangles of a matrix. A loading rank reads the stored blocks that overlap with its own; no rank ever holds a whole
+tensor. Padding of the vocabulary is not stored, since it depends on the layout.
 """
 
 import io
@@ -40,20 +41,25 @@ from roll_core.models.megatron_names import MegatronNames
 from roll_core.weights.shards import TensorSlice
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where it begins, and its sizes."""
+"""Hyper-rectangle of a tensor: offsets of its first element, and its sizes."""
 PROGRESS = "progress"
+"""Checkpoint entry that holds the `Progress`."""
 
 
 class Progress(NamedTuple):
-    """Optimizer steps so far, and those of them that moved anything: one whose gradient is not finite does not."""
+    """Optimizer steps so far, and how many of them were applied: a step whose gradient is not finite is counted, but not
+    applied."""
 
     steps: int
-    moves: int
+    applied_steps: int
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Example: Block("exp_avg/decoder.layers.mlp.linear_fc2.weight/3", (64, 96), start=(0, 48), values=<64 x 48>)"""
+    """Hyper-rectangle of a global tensor, with its values.
+
+    Example: Block("exp_avg/decoder.layers.mlp.linear_fc2.weight/3", (64, 96), start=(0, 48), values=<64 x 48>)
+    """
 
     name: str
     global_shape: tuple[int, ...]
@@ -62,16 +68,19 @@ class Block:
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
+        """Offsets and sizes, in the form torch.distributed.checkpoint needs."""
         return ChunkStorageMetadata(offsets=torch.Size(self.start), sizes=self.values.shape)
 
     @property
     def index(self) -> MetadataIndex:
+        """Key of the block in torch.distributed.checkpoint."""
         return MetadataIndex(self.name, torch.Size(self.start))
 
 
 def blocks_of(kind: str, piece: TensorSlice, names: MegatronNames, values: Tensor, start: int, stop: int) -> Iterator[Block]:
-    """Numbers `start` to `stop` of a slice, which `values` begins with, without padding."""
-    rows = names.parts(piece.key, piece.index, piece.global_shape[0])[-1].stop
+    """Yield the blocks of elements `start` to `stop` of a slice, without vocabulary padding. `values` holds these elements,
+    flat. `kind` is the first part of the blocks' names: "weight", or the name of an optimizer state."""
+    rows = names.row_ranges(piece.key, piece.index, piece.global_shape[0])[-1].stop
     name = "/".join([kind, piece.key, *map(str, piece.index)])
     inside = min(stop, max(0, rows - piece.start[0]) * prod(piece.shape[1:]))
     for begin, sizes in boxes(piece.shape, start, inside):
@@ -81,7 +90,7 @@ def blocks_of(kind: str, piece: TensorSlice, names: MegatronNames, values: Tenso
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """A run of the numbers of a tensor as boxes that are runs themselves.
+    """Split a flat range of a tensor into contiguous hyper-rectangles.
 
     Example: list(boxes((4, 10), 7, 23)) == [((0, 7), (1, 3)), ((1, 0), (1, 10)), ((2, 0), (1, 3))]
     """
@@ -91,7 +100,7 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
         yield (start,), (stop - start,)
         return
     size = prod(shape[1:])
-    first, last = -(-start // size), stop // size  # rows that are whole, if there are any
+    first, last = -(-start // size), stop // size  # complete rows, if any
     if first > last:
         yield from _within_row(last, shape, start, stop)
         return
@@ -108,18 +117,21 @@ def _within_row(row: int, shape: tuple[int, ...], start: int, stop: int) -> Iter
 
 
 def save(folder: Path, blocks: Sequence[Block], progress: Progress, group: dist.ProcessGroup | None) -> None:
-    """With all ranks of the group; alone, where there is none. Of ranks that have the same block one writes it."""
+    """Write the blocks together with all ranks of the group, or alone without a group. A block that several ranks hold is
+    written by one of them."""
     dcp.save({}, checkpoint_id=folder, planner=_SavePlanner(blocks, progress), process_group=group, no_dist=group is None)
 
 
 def load(folder: Path, blocks: Sequence[Block]) -> Progress:
-    """Fill the blocks, each rank its own."""
+    """Fill the values of the blocks from a checkpoint and return its progress. Each rank reads for its own blocks only."""
     planner = _LoadPlanner(blocks)
     dcp.load({}, checkpoint_id=folder, planner=planner, no_dist=True)
     return planner.progress
 
 
 class _SavePlanner(DefaultSavePlanner):
+    """Planner that writes blocks instead of a state dict."""
+
     def __init__(self, blocks: Sequence[Block], progress: Progress):
         super().__init__(flatten_state_dict=False)
         self._blocks = {block.index: block for block in blocks}
@@ -141,6 +153,8 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
+    """Planner that reads into the values of blocks."""
+
     def __init__(self, blocks: Sequence[Block]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._blocks = {block.index: block for block in blocks}
@@ -148,10 +162,10 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
-        there = self.metadata.state_dict_metadata
+        stored_tensors = self.metadata.state_dict_metadata
         items: list[ReadItem] = []
         for block in self._blocks.values():
-            stored = there.get(block.name)
+            stored = stored_tensors.get(block.name)
             if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != block.global_shape:
                 raise RollError(f"the checkpoint has no {block.name} of {list(block.global_shape)}: is it of another model?")
             items += create_read_items_for_chunk_list(block.name, stored, [block.chunk])

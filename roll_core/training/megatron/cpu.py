@@ -1,8 +1,8 @@
-"""Megatron-Core on machines without CUDA: tests, and small runs. Where CUDA exists nothing here does anything.
+"""Emulation of CUDA for Megatron-Core on machines without it: tests, and small runs. With CUDA nothing here has any effect.
 
-Megatron-Core names the device "cuda" in its sources. `on_device()` reads that as the CPU wherever torch is given a device,
-and answers what is asked of `torch.cuda`: the device, streams, random numbers. Beside that it mends three things that fail
-without Transformer Engine or NCCL; each says why, and can go when upstream does.
+Megatron-Core names the device "cuda" in its sources. `on_device()` replaces it by the CPU wherever torch is given a device,
+and emulates what Megatron reads from `torch.cuda`: the device, streams, random state. It also patches code that fails
+without Transformer Engine or NCCL. Each patch says why it is needed, and can go when upstream is fixed.
 """
 
 import contextlib
@@ -20,22 +20,25 @@ CPU = torch.device("cpu")
 
 @contextlib.contextmanager
 def on_device() -> Iterator[None]:
-    """Whatever calls Megatron, or imports it, does so within this; what it says of "cuda" holds in the calling thread."""
+    """Redirect "cuda" to the CPU in the calling thread, if there is no CUDA. All Megatron code is imported and called within
+    this context."""
     if torch.cuda.is_available():
         yield
         return
-    _answer_for_cuda()
+    _emulate_cuda()
     with _CudaIsCpu():
         yield
 
 
 class _CudaIsCpu(TorchFunctionMode):
+    """Torch function mode that replaces CUDA devices by the CPU and pinned memory by plain memory."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)  # optimizers know types by these names
+            return func(*args).replace("torch.", "torch.cuda.", 1)  # Megatron's optimizers compare these type names
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
         if kwargs.get("pin_memory"):
@@ -46,7 +49,7 @@ class _CudaIsCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """The only one of a CPU; always in step."""
+    """Stand-in for a CUDA stream. A CPU has only one, which is always synchronized."""
 
     def __init__(self, *_: Any, **__: Any): ...
 
@@ -70,13 +73,13 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, str) and device.split(":")[0] == "cuda"
 
 
-def _answer_for_cuda() -> None:
-    """Once a process. `torch.cuda.is_available()` stays what it is. Functions that do nothing are objects of their own each:
-    torch's compiler has a table of them."""
+def _emulate_cuda() -> None:
+    """Patch `torch.cuda`, once per process. `torch.cuda.is_available()` keeps its value. Each no-op is a function object of
+    its own, since torch's compiler has a table of the functions of `torch.cuda`."""
     cuda: Any = torch.cuda
     if cuda.Stream is _Stream:
         return
-    torch._dynamo.config.disable = True  # what Megatron compiles would need a C++ compiler
+    torch._dynamo.config.disable = True  # Megatron's compiled functions would need a C++ compiler
     cuda.current_device = lambda: CPU
     cuda.synchronize = lambda *_: None
     cuda.Stream, cuda.stream, cuda.current_stream = _Stream, lambda *_: contextlib.nullcontext(), lambda *_: _Stream()
@@ -84,18 +87,19 @@ def _answer_for_cuda() -> None:
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda._lazy_call = lambda call, **__: call()
-    _mend_gather()
+    _patch_gather()
     with _CudaIsCpu():
-        _mend_mixtures()
+        _patch_mixtures()
 
 
-def _mend_gather() -> None:
-    """gloo gathers tensors of equal shapes only; experts that are shared out in two ways gather unequal ones."""
-    theirs: Any = dist.all_gather
+def _patch_gather() -> None:
+    """Let `all_gather` take tensors of unequal shapes, which gloo refuses. Experts under both expert and tensor parallelism
+    gather unequal tensors."""
+    original: Any = dist.all_gather
 
     def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
         if len({each.shape for each in tensor_list}) == 1:
-            return theirs(tensor_list, tensor, group=group, async_op=async_op)
+            return original(tensor_list, tensor, group=group, async_op=async_op)
         sizes = [len(each) for each in tensor_list]
         gathered = torch.cat(tensor_list)
         sent = torch.cat([tensor] * len(sizes))
@@ -107,11 +111,13 @@ def _mend_gather() -> None:
     dist.all_gather = all_gather
 
 
-def _mend_mixtures() -> None:
+def _patch_mixtures() -> None:
+    """Let the token dispatcher of mixture-of-experts layers run on the CPU."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ARG001
-        """Theirs makes numbers of tensors on a GPU only; an exchange between ranks wants numbers."""
+        """Convert to numpy if asked, on the CPU, too: Megatron's version converts GPU tensors only, but all-to-all needs
+        the converted sizes."""
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_cpu

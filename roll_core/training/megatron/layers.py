@@ -1,8 +1,9 @@
-"""Parts of Megatron's layers that are ours: attention that takes any mask and shares out sequences, experts that are one
-matrix product, and a norm. Everything else is Megatron's own, by Transformer Engine where that is installed.
+"""Layers that replace Megatron's: attention with arbitrary masks and context parallelism, experts computed as one grouped
+matrix product, a router that reports its choices, and a norm. All other layers are Megatron's own, from Transformer Engine
+where that is installed.
 
-Shapes: T tokens of a row, on this rank; R rows; N tokens given to this rank's experts; E experts on this rank; H hidden
-features; I features inside an expert, of its gate or its up, on this rank.
+Shapes: T tokens of a row, on this rank; R rows; N tokens routed to this rank's experts; E experts on this rank; H hidden
+features; I features inside an expert, of its gate or its up projection, on this rank.
 """
 
 from collections.abc import Callable
@@ -30,11 +31,11 @@ from roll_core.training.experts.routers import Routers
 
 HAS_TRANSFORMER_ENGINE = find_spec("transformer_engine") is not None
 if not hasattr(moe_utils, "te_general_gemm"):
-    moe_utils.te_general_gemm = None  # 0.16: the router asks for it, also without Transformer Engine
+    moe_utils.te_general_gemm = None  # 0.16: the router reads it even without Transformer Engine
 
 
 def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
-    """The layers of one chunk of a pipeline."""
+    """Layer specs of one pipeline chunk, with the layers of this file in place of Megatron's."""
     spec = deepcopy(get_gpt_decoder_block_spec(config, HAS_TRANSFORMER_ENGINE, normalization="RMSNorm", vp_stage=chunk))
     for layer in spec.layer_specs:
         parts, attention = layer.submodules, layer.submodules.self_attention.submodules
@@ -52,7 +53,7 @@ def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlock
 
 
 class Norm(nn.RMSNorm):
-    """Megatron's own has no weight that knows that tokens are shared out."""
+    """RMSNorm whose weight is marked sequence-parallel; Megatron's torch fallback is not."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
@@ -61,8 +62,9 @@ class Norm(nn.RMSNorm):
 
 
 class Attention(MegatronModule):
-    """torch's. A mask [R, 1, T, all tokens of the row] is true where a token may look; without one a row is one sequence.
-    Where rows are shared out (context parallel), keys and values of all ranks are gathered."""
+    """Attention by torch's scaled_dot_product_attention. A mask [R, 1, T, all tokens of the row] is true where a token may
+    attend; without a mask each row is one causal sequence. With context parallelism, keys and values are gathered from all
+    ranks."""
 
     def __init__(
         self,
@@ -78,18 +80,20 @@ class Attention(MegatronModule):
         super().__init__(config=config)
         assert not (config.attention_dropout if attention_dropout is None else attention_dropout), "attention has no dropout"
         self._scale = softmax_scale
-        self._context = pg_collection.cp
+        self._context_group = pg_collection.cp
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *_: Any, **__: Any
     ) -> Tensor:
-        if self._context.size() > 1:
+        if self._context_group.size() > 1:
             assert attention_mask is not None, "rows that are shared out need a mask"
-            key, value = (gather_from_sequence_parallel_region(x.contiguous(), group=self._context) for x in (key, value))
+            key, value = (
+                gather_from_sequence_parallel_region(x.contiguous(), group=self._context_group) for x in (key, value)
+            )
         # [T, R, heads, features] -> [R, heads, T, features]
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if attention_mask is not None:
-            # On a GPU, masks and heads that share keys together are left to a kernel that writes all scores to memory.
+            # On a GPU, a mask together with grouped-query attention would select a kernel that stores all scores.
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         attended = functional.scaled_dot_product_attention(
             query, key, value, attn_mask=attention_mask, is_causal=attention_mask is None, scale=self._scale, enable_gqa=True
@@ -101,27 +105,27 @@ class Attention(MegatronModule):
 
 
 class ObservedRouter(TopKRouter):
-    """Megatron's own, which tells who trains it what it chose."""
+    """Router of Megatron that reports its choices to an observer, and repeats the choices that the observer replays."""
 
-    trained_by: Routers | None = None
-    """None: a policy that is not in training."""
+    observer: Routers | None = None
+    """Load statistics, losses and replay of the policy in training; None for a frozen policy."""
     notes_tC: Tensor
-    """Of the tokens that come next."""
+    """Routing notes of the tokens of the next forward pass."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.router_replay = _Replayed(self)
+        self.router_replay = _ReplayHook(self)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         gates_tE, chosen_tE = super().routing(logits, padding_mask)
-        if self.trained_by is None:
+        if self.observer is None:
             return gates_tE, chosen_tE
         logits_tE = logits.view(-1, self.num_experts)
-        return self.trained_by.learn(self.layer_number - 1, self.notes_tC, logits_tE, gates_tE, chosen_tE), chosen_tE
+        return self.observer.record_choice(self.layer_number - 1, self.notes_tC, logits_tE, gates_tE, chosen_tE), chosen_tE
 
 
-class _Replayed:
-    """What Megatron asks for the experts of tokens, given a router's scores."""
+class _ReplayHook:
+    """Implementation of Megatron's router replay: chooses the experts of tokens, given a router's scores."""
 
     def __init__(self, router: ObservedRouter):
         self._router = router
@@ -131,30 +135,37 @@ class _Replayed:
     ) -> tuple[Tensor, Tensor]:
         router = self._router
         scores_tk, chosen_tk = choose(scores_tE, topk, num_groups, group_topk)
-        if router.trained_by is None:
+        if router.observer is None:
             return scores_tk, chosen_tk
-        replayed_tk = router.trained_by.replayed(router.layer_number - 1, router.notes_tC, chosen_tk)
+        replayed_tk = router.observer.replayed_choice(router.layer_number - 1, router.notes_tC, chosen_tk)
         return (scores_tk, chosen_tk) if replayed_tk is None else (scores_tE.gather(1, replayed_tk), replayed_tk)
 
 
-def take_notes(layer: MoELayer, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before a mixture's forward pass: notes on its tokens [R, T, C] come in the place of a padding mask, which Megatron
-    keeps with the tokens wherever they go, also where layers are computed again while other micro-batches are under way."""
-    notes = named.pop("padding_mask", None)
+def attach_routing_notes(
+    layer: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give an MoE layer's router the routing notes [R, T, C] of its tokens, before the forward pass. The notes arrive as the
+    `padding_mask` argument: Megatron keeps a padding mask with its tokens everywhere, even where layers are recomputed while
+    other micro-batches are in flight."""
+    notes = kwargs.pop("padding_mask", None)
     if notes is not None:
         layer.router.notes_tC = notes.transpose(0, 1).flatten(0, 1)
-    return given, named
+    return args, kwargs
 
 
 class Experts(MegatronModule):
-    """The experts of a layer that this rank has, each [gate; up] and down, one below the other in two matrices: on a GPU all
-    of them are one product each way, elsewhere they come one after another."""
+    """Experts of a layer on this rank. Their [gate; up] and down projections are stacked in two matrices, one expert below
+    the other. On a GPU each matrix is one grouped product; elsewhere experts are computed one after another."""
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, submodules: Any = None, pg_collection: Any = None):  # noqa: ARG002
         super().__init__(config=config)
         self.num_local_experts = num_local_experts
-        self._expert, self._tensor, self._data = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
-        features = config.moe_ffn_hidden_size // self._tensor.size()
+        self._expert_group, self._tensor_group, self._data_group = (
+            pg_collection.ep,
+            pg_collection.expt_tp,
+            pg_collection.expt_dp,
+        )
+        features = config.moe_ffn_hidden_size // self._tensor_group.size()
         self.linear_fc1 = self._weight(num_local_experts * 2 * features, config.hidden_size, split=0)
         self.linear_fc2 = self._weight(num_local_experts * config.hidden_size, features, split=1)
 
@@ -174,10 +185,11 @@ class Experts(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: Any = None,  # noqa: ARG002
     ) -> dict[str, Any]:
-        """By the names that experts have which are modules of their own. Gate and up are shared out each by itself."""
+        """Describe the slices under the names that separate expert modules would have. Gate and up are sharded
+        separately."""
         described: dict[str, Any] = {}
-        ranks, rank, axes = self._tensor.size(), self._tensor.rank(), len(sharded_offsets) + 1
-        first = self._expert.rank() * self.num_local_experts
+        ranks, rank, axes = self._tensor_group.size(), self._tensor_group.rank(), len(sharded_offsets) + 1
+        first = self._expert_group.rank() * self.num_local_experts
 
         def describe(name: str, part: str, data: Tensor, expert: int, split: tuple[int, int, int]) -> None:
             axis, place, count = split
@@ -185,9 +197,9 @@ class Experts(MegatronModule):
                 f"{prefix}experts.{name}.weight",
                 data,
                 *sharded_offsets,
-                (axes - 1, first + expert, self._expert.size() * self.num_local_experts),
+                (axes - 1, first + expert, self._expert_group.size() * self.num_local_experts),
                 (axes + axis, place, count),
-                replica_id=(0, 0, self._data.rank()),
+                replica_id=(0, 0, self._data_group.rank()),
                 prepend_axis_num=axes,
             )
 
@@ -205,12 +217,12 @@ class Experts(MegatronModule):
         weight = nn.Parameter(torch.empty(rows, columns, dtype=config.params_dtype, device=device))
         config.init_method(weight)
         set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=split, stride=1)
-        # Experts have copies on other ranks than the rest has, also where each rank has all of them.
+        # Experts have data-parallel groups of their own, even where each rank has all experts.
         weight.allreduce = False  # type: ignore[attr-defined]
         return weight
 
 
 def _gated(gate_and_up: Tensor, probabilities_N: Tensor) -> Tensor:
-    """What goes into the down projections, weighted as the router weights the experts. Of this nothing but what it is given
-    is kept for the backward pass."""
+    """Inputs of the down projections: SwiGLU, weighted by the router's probabilities. Only the arguments are kept for the
+    backward pass."""
     return weighted_bias_swiglu_impl(gate_and_up, None, probabilities_N[:, None])

@@ -1,4 +1,4 @@
-"""Megatron's GPT model for policies that Hugging Face describes: Qwen3, Qwen3-MoE and Llama, with tied embeddings or not.
+"""Megatron GPT models built from Hugging Face configs: Qwen3, Qwen3-MoE and Llama, with tied embeddings or not.
 
 Shapes: R rows, T tokens of a row on this rank, F frequencies.
 """
@@ -19,23 +19,24 @@ from roll_core.config.training.layout import LayoutConfig
 from roll_core.config.training.training import Precision, TrainingConfig
 from roll_core.errors import UserError
 from roll_core.models.megatron_names import architecture_of
-from roll_core.training.megatron.layers import block_spec, take_notes
+from roll_core.training.megatron.layers import attach_routing_notes, block_spec
 
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Megatron has no others."""
+"""Parameters of Llama 3 rope scaling that Megatron hard-codes; models with other values are refused."""
 
 
 class PolicyModel(GPTModel):
-    """Answers the last hidden states rather than logits, which are computed chunk by chunk elsewhere. Positions are those
-    that it is given: in a row several sequences begin, and completions to one prompt go on from it."""
+    """GPT model that returns the last hidden states instead of logits; `pipeline.py` computes logits chunk by chunk.
+    Positions are taken as given, since a row holds several sequences, and completions that continue one prompt."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         for module in self.modules():
             if isinstance(module, MoELayer):
-                module.register_forward_pre_hook(take_notes, with_kwargs=True)
+                module.register_forward_pre_hook(attach_routing_notes, with_kwargs=True)
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, padding_mask: Tensor | None, **_: Any) -> tuple[Any, ...]:
+        """Embed the tokens and compute rotary angles from the given positions."""
         embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
         frequencies_F = self.rotary_pos_emb.inv_freq.to(position_ids.device)
         angles_TRF = position_ids.T[..., None].float() * frequencies_F
@@ -43,11 +44,12 @@ class PolicyModel(GPTModel):
         return embedded, rotary, None, None, None, padding_mask
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        """Skip the output layer."""
         return hidden_states
 
     @property
     def output_weight(self) -> Tensor:
-        """This rank's rows of the output layer."""
+        """Rows of the output layer on this rank."""
         return (
             self.shared_embedding_or_output_weight()
             if self.share_embeddings_and_output_weights
@@ -56,7 +58,7 @@ class PolicyModel(GPTModel):
 
 
 def build_chunks(hugging_face: PretrainedConfig, training: TrainingConfig, device: torch.device) -> list[PolicyModel]:
-    """The chunks of a pipeline that this rank has, usually one, with weights drawn at random."""
+    """Build this rank's pipeline chunks, usually one, with random weights."""
     config = transformer_config(hugging_face, training, device)
     num_chunks = training.layout.virtual_pipeline
     return [
@@ -78,20 +80,21 @@ def _build_chunk(
         share_embeddings_and_output_weights=hugging_face.tie_word_embeddings,
         position_embedding_type="rope",
         vp_stage=number,
-        **_rotary(hugging_face),
+        **_rope_settings(hugging_face),
     )
 
 
 def transformer_config(hugging_face: PretrainedConfig, training: TrainingConfig, device: torch.device) -> TransformerConfig:
+    """Translate a Hugging Face config and a training config into Megatron's."""
     layout = training.layout
     dtype = torch.bfloat16 if training.precision is Precision.BFLOAT16 else torch.float32
     on_gpu = device.type == "cuda"
-    has_experts = architecture_of(hugging_face) is Architecture.QWEN3_MOE  # frozen policies may have none
+    has_experts = architecture_of(hugging_face) is Architecture.QWEN3_MOE  # by the model: frozen policies may have none
     recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
-        **_sizes(hugging_face),
-        **(_mixture(hugging_face, layout) if has_experts else {}),
-        **_stages(hugging_face.num_hidden_layers, layout),
+        **_model_settings(hugging_face),
+        **(_moe_settings(hugging_face, layout) if has_experts else {}),
+        **_pipeline_settings(hugging_face.num_hidden_layers, layout),
         **(recomputed if training.activation_checkpointing else {}),
         tensor_model_parallel_size=layout.tensor,
         sequence_parallel=layout.tensor > 1,
@@ -101,9 +104,9 @@ def transformer_config(hugging_face: PretrainedConfig, training: TrainingConfig,
         bf16=dtype is torch.bfloat16,
         calculate_per_token_loss=True,  # gradients are summed over ranks: losses have global denominators
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the only one that knows of variable lengths, with experts or without
+        moe_token_dispatcher_type="alltoall",  # the only one with variable lengths; needed even without experts
         use_cpu_initialization=not on_gpu,
-        # What Megatron fuses needs apex or Transformer Engine, or compiles, which helps on a GPU only.
+        # Megatron's fusions need apex or Transformer Engine, or are compiled, which helps on a GPU only.
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=on_gpu,
         masked_softmax_fusion=False,
@@ -113,7 +116,7 @@ def transformer_config(hugging_face: PretrainedConfig, training: TrainingConfig,
     )
 
 
-def _sizes(hugging_face: PretrainedConfig) -> dict[str, Any]:
+def _model_settings(hugging_face: PretrainedConfig) -> dict[str, Any]:
     return {
         "num_layers": hugging_face.num_hidden_layers,
         "hidden_size": hugging_face.hidden_size,
@@ -133,7 +136,7 @@ def _sizes(hugging_face: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-def _mixture(hugging_face: PretrainedConfig, layout: LayoutConfig) -> dict[str, Any]:
+def _moe_settings(hugging_face: PretrainedConfig, layout: LayoutConfig) -> dict[str, Any]:
     dense = set(hugging_face.mlp_only_layers or ())
     has_experts = [
         number not in dense and (number + 1) % hugging_face.decoder_sparse_step == 0
@@ -153,8 +156,9 @@ def _mixture(hugging_face: PretrainedConfig, layout: LayoutConfig) -> dict[str, 
     }
 
 
-def _stages(num_layers: int, layout: LayoutConfig) -> dict[str, Any]:
-    """As `LayoutConfig.layers_of_chunks`: the embedding and the output layer count as a layer where layers do not divide."""
+def _pipeline_settings(num_layers: int, layout: LayoutConfig) -> dict[str, Any]:
+    """Pipeline split, as in `LayoutConfig.layers_of_chunks`: where layers do not divide evenly, the embedding and the output
+    layer count as a layer each."""
     stages: dict[str, Any] = {"pipeline_model_parallel_size": layout.pipeline}
     if layout.virtual_pipeline > 1:
         stages |= {"virtual_pipeline_model_parallel_size": layout.virtual_pipeline, "overlap_p2p_comm": True}
@@ -165,7 +169,7 @@ def _stages(num_layers: int, layout: LayoutConfig) -> dict[str, Any]:
     return stages
 
 
-def _rotary(hugging_face: PretrainedConfig) -> dict[str, Any]:
+def _rope_settings(hugging_face: PretrainedConfig) -> dict[str, Any]:
     rotary = hugging_face.rope_parameters
     match rotary["rope_type"]:
         case "default":

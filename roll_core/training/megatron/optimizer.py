@@ -1,4 +1,5 @@
-"""Megatron's distributed optimizer: every rank moves some numbers of each parameter, and has the state of those alone."""
+"""Wrapper of Megatron's distributed optimizer: every rank updates a range of each parameter's elements, and holds the
+optimizer state of that range only."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,25 +19,28 @@ from roll_core.config.training.training import Precision
 from roll_core.training.megatron.model import PolicyModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's state of each element: its first and second moment."""
 
 
 @dataclass(frozen=True)
 class OwnedRange:
-    """The numbers `start` to `stop` of a parameter, which this rank moves, and what the optimizer remembers of them."""
+    """Elements `start` to `stop` of a parameter, which this rank updates, and their optimizer state."""
 
     parameter: nn.Parameter
     start: int
     stop: int
     main: Tensor
-    """In float32; the parameter's own memory, if that is."""
+    """Float32 main weights; the parameter's own memory if the parameter is float32."""
     state: dict[str, Any]
 
     def value(self, name: str) -> Tensor:
+        """Return the main weights ("main") or an optimizer state, by name."""
         return self.main.data if name == "main" else self.state[name]
 
 
 def wrap(chunks: Sequence[PolicyModel]) -> list[DistributedDataParallel]:
-    """Chunks whose gradients are kept in float32 and summed over the copies of the model, once an optimizer step."""
+    """Wrap chunks for training: gradients accumulate in float32 and are summed over the model copies once per optimizer
+    step."""
     config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     return [
         DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=number > 0)
@@ -45,13 +49,13 @@ def wrap(chunks: Sequence[PolicyModel]) -> list[DistributedDataParallel]:
 
 
 class DistributedAdam:
-    """AdamW over the wrapped chunks of this rank."""
+    """AdamW over this rank's wrapped chunks. `step_count` is the number of applied steps."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], config: OptimizerConfig, precision: Precision):
         self._chunks = list(chunks)
-        self._most = config.max_gradient_norm
+        self._max_norm = config.max_gradient_norm
         self._is_reduced = False
-        self.moves = 0
+        self.step_count = 0
         is_bfloat16 = precision is Precision.BFLOAT16
         settings = MegatronOptimizerConfig(
             optimizer="adam",
@@ -65,19 +69,20 @@ class DistributedAdam:
             params_dtype=torch.bfloat16 if is_bfloat16 else torch.float32,
             use_distributed_optimizer=True,
         )
-        # No overrides: weights of norms decay, too, as in the torch backend.
+        # No overrides: norm weights decay, too, as in the torch backend.
         self._optimizer = get_megatron_optimizer(settings, self._chunks, config_overrides={}, use_gloo_process_groups=False)
-        self._begin_state()
+        self._init_state()
         self.discard()
 
     def reduce(self) -> None:
-        """Sum gradients over ranks, if that was not done since the last step: this rank has those that it moves."""
+        """Sum gradients over ranks, unless done since the last step. Afterwards each rank has the sums of its own ranges."""
         if not self._is_reduced:
             finalize_model_grads(self._chunks)
             self._is_reduced = True
 
     def step(self, rate: float) -> float:
-        """Move by the clipped gradients, if they are finite; their norm before."""
+        """Apply the clipped gradients at this learning rate, if they are finite. Return the gradient norm before
+        clipping."""
         self.reduce()
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -86,20 +91,21 @@ class DistributedAdam:
         if math.isfinite(norm):
             for each in self._optimizer.chained_optimizers:
                 if parameters := each.get_parameters():
-                    clip_grad_by_total_norm_fp32(parameters, max_norm=self._most, total_norm=norm)
+                    clip_grad_by_total_norm_fp32(parameters, max_norm=self._max_norm, total_norm=norm)
             self._optimizer.step_with_ready_grads()
-            self.moves += 1
+            self.step_count += 1
         self.discard()
         return norm
 
     def discard(self) -> None:
+        """Zero all gradients."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._is_reduced = False
 
     def gather_gradients(self) -> None:
-        """Have all of every gradient here, for looking at them: each rank has those that it moves."""
+        """All-gather the summed gradients, so that every rank has all of them, for inspection."""
         self.reduce()
         for chunk in self._chunks:
             for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
@@ -110,28 +116,29 @@ class DistributedAdam:
 
     @property
     def gradient_buffers(self) -> list[Tensor]:
-        """All zero between two steps."""
+        """Gradient buffers of all chunks; all zero between two steps."""
         return [buffer.grad_data for chunk in self._chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
 
-    def held(self) -> Iterator[OwnedRange]:
+    def owned_ranges(self) -> Iterator[OwnedRange]:
+        """Yield the ranges of the parameters that this rank updates."""
         for each in self._optimizer.chained_optimizers:
             for parameter, (group, order) in each.model_param_group_index_map.items():
                 main = each.optimizer.param_groups[group]["params"][order]
                 place = each._get_model_param_range_map(parameter)["param"]
                 yield OwnedRange(parameter, place.start, place.end, main, each.optimizer.state[main])
 
-    def follow_parameters(self) -> None:
-        """Parameters were set: move on from there."""
+    def sync_main_weights(self) -> None:
+        """Copy the parameters into the float32 main weights, after the parameters were set."""
         self._optimizer.reload_model_params()
 
-    def set_moves(self, moves: int) -> None:
-        """Adam counts them to know how far its averages are from their beginning."""
-        self.moves = moves
-        for held in self.held():
-            held.state["step"].fill_(moves)
+    def set_step_count(self, step_count: int) -> None:
+        """Set Adam's step count, which its bias correction depends on."""
+        self.step_count = step_count
+        for held in self.owned_ranges():
+            held.state["step"].fill_(step_count)
 
-    def _begin_state(self) -> None:
-        """From the beginning, so that it can be saved and loaded before the first step."""
+    def _init_state(self) -> None:
+        """Create the optimizer state, so that it can be saved and loaded before the first step."""
         for each in self._optimizer.chained_optimizers:
             for group in each.optimizer.param_groups:
                 for main in group["params"]:

@@ -1,7 +1,9 @@
-"""Micro-batches through Megatron's schedules, and what is scored of them at the end of the pipeline.
+"""Micro-batches through Megatron's pipeline schedules, and their scoring on the last stage.
 
-Rows may be shared out between ranks (context parallel): each has a part of every row and scores the tokens that it predicts;
-then all of them know all scores. Shapes as in `scorer.py`; R rows, T tokens of a row on this rank.
+With context parallelism rows are split between ranks. Each rank has a part of every row and scores the tokens that its part
+predicts; then the scores are gathered on all of them.
+
+Shapes as in `scorer.py`; R rows, T tokens of a row on this rank, n trained tokens that this rank scores.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,52 +20,53 @@ from torch import Tensor
 from roll_core.batching.micro_batch import MicroBatch
 from roll_core.training.megatron.model import PolicyModel
 from roll_core.training.megatron.world import on_last_stage
-from roll_core.training.scorer import ReferenceStates, Scored, Vocabulary, nothing_scored, score_tokens
+from roll_core.training.scorer import ReferenceStates, Scored, Vocabulary, empty_scores, score_tokens
 
 Chunks = Sequence[torch.nn.Module]
-"""Those of this rank, as they are or wrapped for training."""
+"""Model chunks of this rank, bare or wrapped for training."""
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How tokens are scored by a policy."""
+    """Settings for scoring tokens with a policy."""
 
     vocabulary_size: int
     temperature: float
     chunk_tokens: int
 
     def score(self, model: PolicyModel, part: "RowPart", reference: ReferenceStates | None, hidden: Tensor) -> Scored:
-        """Of all trained tokens of a micro-batch, from this rank's last hidden states."""
-        hidden_nH, vocabulary = part.states_of_targets(hidden), self._vocabulary(model)
-        output_VH = self._rows_that_count(model.output_weight, vocabulary)
+        """Score all trained tokens of a micro-batch from this rank's last hidden states."""
+        hidden_nH, vocabulary = part.predicting_states(hidden), self._vocabulary(model)
+        output_VH = self._without_padding_rows(model.output_weight, vocabulary)
         scored = (
             score_tokens(hidden_nH, output_VH, part.targets_n, reference, self.temperature, self.chunk_tokens, vocabulary)
             if len(hidden_nH)
-            else nothing_scored(hidden, output_VH, reference)
+            else empty_scores(hidden, output_VH, reference)
         )
         divergences_n = scored.divergences_N
         return Scored(
-            part.of_all_parts(scored.logprobs_N),
-            part.of_all_parts(scored.entropies_N),
-            None if divergences_n is None else part.of_all_parts(divergences_n),
+            part.gather_scores(scored.logprobs_N),
+            part.gather_scores(scored.entropies_N),
+            None if divergences_n is None else part.gather_scores(divergences_n),
         )
 
     def reference(self, model: PolicyModel, part: "RowPart", hidden: Tensor) -> ReferenceStates:
-        """What another policy needs to be compared with this one, for the tokens that this rank scores."""
-        output_VH = self._rows_that_count(model.output_weight, self._vocabulary(model))
-        return ReferenceStates(part.states_of_targets(hidden), output_VH)
+        """States by which another policy is compared with this one, for the tokens that this rank scores."""
+        output_VH = self._without_padding_rows(model.output_weight, self._vocabulary(model))
+        return ReferenceStates(part.predicting_states(hidden), output_VH)
 
     def _vocabulary(self, model: PolicyModel) -> Vocabulary:
         group = parallel_state.get_tensor_model_parallel_group()
         return Vocabulary(group.rank() * len(model.output_weight), group) if group.size() > 1 else Vocabulary()
 
-    def _rows_that_count(self, weight: Tensor, vocabulary: Vocabulary) -> Tensor:
-        """Without those that only make the vocabulary divide."""
+    def _without_padding_rows(self, weight: Tensor, vocabulary: Vocabulary) -> Tensor:
+        """Drop the rows that only pad the vocabulary to a multiple of the tensor-parallel ranks."""
         return weight[: self.vocabulary_size - vocabulary.start]
 
 
 class RowPart:
-    """The part of a micro-batch's rows that this rank computes: as many tokens of each as other ranks have."""
+    """Part of a micro-batch's rows that this rank computes. All context-parallel ranks have the same number of tokens of
+    each row."""
 
     def __init__(self, micro_batch: MicroBatch, device: torch.device):
         self.batch = batch = micro_batch.to(device)
@@ -73,38 +76,39 @@ class RowPart:
         here = slice(number * (width // parts), (number + 1) * (width // parts))
         self.token_ids_RT = batch.token_ids_RT[:, here]
         self.position_ids_RT = batch.position_ids_RT[:, here]
-        is_plain = parts == 1 and micro_batch.has_one_sequence_a_row
+        is_plain = parts == 1 and micro_batch.has_one_sequence_per_row
         self.mask = None if is_plain else batch.attention_mask()[:, :, here]
-        # Between attention and attention ranks that share matrices share out tokens, too.
+        # Sequence parallelism: between attentions, tensor-parallel ranks split the tokens, too.
         tensor = parallel_state.get_tensor_model_parallel_group()
         self.routing_notes_RTC = batch.routing_notes()[:, here].chunk(tensor.size(), dim=1)[tensor.rank()]
         row_N, column_N = batch.predicted_by_N // width, batch.predicted_by_N % width
-        self._mine_n = ((column_N >= here.start) & (column_N < here.stop)).nonzero().flatten()
-        self._row_n, self._column_n = row_N[self._mine_n], column_N[self._mine_n] - here.start
+        self._token_index_n = ((column_N >= here.start) & (column_N < here.stop)).nonzero().flatten()
+        self._row_n, self._column_n = row_N[self._token_index_n], column_N[self._token_index_n] - here.start
         self._num_tokens = len(batch.target_ids_N)
-        self.targets_n = batch.target_ids_N[self._mine_n]
+        self.targets_n = batch.target_ids_N[self._token_index_n]
 
-    def states_of_targets(self, hidden: Tensor) -> Tensor:
-        """The states [n, H] that predict those trained tokens which this rank scores."""
+    def predicting_states(self, hidden: Tensor) -> Tensor:
+        """Hidden states [n, H] that predict the trained tokens which this rank scores."""
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         return hidden[self._column_n, self._row_n]
 
-    def of_all_parts(self, scores_n: Tensor) -> Tensor:
-        """Scores of all trained tokens (N), from all ranks that have a part of the rows."""
+    def gather_scores(self, scores_n: Tensor) -> Tensor:
+        """Gather the scores of all trained tokens (N) from the context-parallel ranks."""
         if self._group.size() == 1:
             return scores_n
-        return _FromAllParts.apply(scores_n, self._mine_n, self._num_tokens, self._group)
+        return _GatherScores.apply(scores_n, self._token_index_n, self._num_tokens, self._group)
 
 
-class _FromAllParts(torch.autograd.Function):
-    """Every rank computes the same loss from all scores, so that each takes the gradient of its own and adds nothing up."""
+class _GatherScores(torch.autograd.Function):
+    """Sum of scores over ranks whose backward pass does not sum: every rank computes the same loss from all scores, and
+    takes the gradient of its own."""
 
     @staticmethod
-    def forward(ctx: Any, scores_n: Tensor, place_n: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.save_for_backward(place_n)
+    def forward(ctx: Any, scores_n: Tensor, token_index_n: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(token_index_n)
         scores_N = scores_n.new_zeros(size)
-        scores_N[place_n] = scores_n
+        scores_N[token_index_n] = scores_n
         dist.all_reduce(scores_N, group=group)
         return scores_N
 
@@ -113,24 +117,26 @@ class _FromAllParts(torch.autograd.Function):
         return grad_N[ctx.saved_tensors[0]], None, None, None
 
 
-AtTheEnd = Callable[[PolicyModel, RowPart, Tensor, int], Any]
-"""What becomes of the last hidden states of a micro-batch, given its number."""
+OnLastStage = Callable[[PolicyModel, RowPart, Tensor, int], Any]
+"""Function called on the last pipeline stage with the model, the row part, the last hidden states and the number of a
+micro-batch."""
 
 
-def forward(chunks: Chunks, micro_batches: Sequence[MicroBatch], at_the_end: AtTheEnd, device: torch.device) -> list[Any]:
-    """What is answered at the end for each, on the last stage; nothing on the others. No gradients."""
+def forward(chunks: Chunks, micro_batches: Sequence[MicroBatch], finish: OnLastStage, device: torch.device) -> list[Any]:
+    """Run micro-batches without gradients. Return what `finish` returns for each on the last stage, and an empty list on the
+    others."""
     with torch.no_grad():
-        return _run(chunks, micro_batches, at_the_end, device, forward_only=True)[: len(micro_batches)]
+        return _run(chunks, micro_batches, finish, device, forward_only=True)[: len(micro_batches)]
 
 
 def forward_backward(
-    chunks: Chunks, micro_batches: Sequence[MicroBatch], loss_at_the_end: AtTheEnd, device: torch.device
+    chunks: Chunks, micro_batches: Sequence[MicroBatch], compute_loss: OnLastStage, device: torch.device
 ) -> None:
-    """Add the gradients of the losses that are answered at the end."""
+    """Run micro-batches forward and backward, and accumulate the gradients of the losses that `compute_loss` returns."""
 
     def loss(model: PolicyModel, part: RowPart, hidden: Tensor, number: int) -> tuple[Tensor, Tensor, None]:
-        # Megatron would divide by the number of tokens; losses have their denominators.
-        return loss_at_the_end(model, part, hidden, number), torch.zeros((), dtype=torch.int, device=hidden.device), None
+        # Zero tokens: Megatron must not divide by their number, since losses have global denominators.
+        return compute_loss(model, part, hidden, number), torch.zeros((), dtype=torch.int, device=hidden.device), None
 
     _run(chunks, micro_batches, loss, device, forward_only=False)
 
@@ -143,7 +149,7 @@ def _run(
     *,
     forward_only: bool,
 ) -> list[Any]:
-    filled = _filled_up(micro_batches, len(chunks))
+    padded = _padded_to_stages(micro_batches, len(chunks))
 
     def step(batches: Iterator[tuple[int, MicroBatch]], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         number, micro_batch = next(batches)
@@ -152,39 +158,42 @@ def _run(
 
         def finished(hidden: Tensor, **_: Any) -> Any:
             if number >= len(micro_batches):
-                return _nothing(hidden, forward_only=forward_only)
+                return _no_loss(hidden, forward_only=forward_only)
             return finish(_unwrapped(chunk), part, hidden, number)
 
         return hidden, finished
 
-    batches = [iter(enumerate(filled)) for _ in chunks]
+    batches = [iter(enumerate(padded)) for _ in chunks]
     return get_forward_backward_func()(
         forward_step_func=step,
         data_iterator=batches if len(chunks) > 1 else batches[0],
         model=list(chunks) if len(chunks) > 1 else chunks[0],
-        num_microbatches=len(filled),
-        seq_length=1,  # stages tell each other what comes
+        num_microbatches=len(padded),
+        seq_length=1,  # not used: stages send each other the shapes
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
 
 
-def _nothing(hidden: Tensor, *, forward_only: bool) -> Any:
-    """What a blank micro-batch comes to: no gradients, on every stage."""
+def _no_loss(hidden: Tensor, *, forward_only: bool) -> Any:
+    """Result of a blank micro-batch: nothing to score, no gradients, on every stage."""
     return None if forward_only else (hidden.sum() * 0.0, torch.zeros((), dtype=torch.int, device=hidden.device), None)
 
 
-def _filled_up(micro_batches: Sequence[MicroBatch], num_chunks: int) -> list[MicroBatch]:
-    """With blank ones to a multiple of the stages, where these have several chunks: their schedule knows no other number."""
+def _padded_to_stages(micro_batches: Sequence[MicroBatch], num_chunks: int) -> list[MicroBatch]:
+    """Append blank micro-batches up to a multiple of the stages. The interleaved schedule (several chunks a stage) requires
+    it."""
     if num_chunks == 1:
         return list(micro_batches)
     missing = -len(micro_batches) % parallel_state.get_pipeline_model_parallel_world_size()
     return [*micro_batches, *[micro_batches[-1].blank()] * missing]
 
 
-def to_all_stages(per_micro_batch: list[Tensor], micro_batches: Sequence[MicroBatch], device: torch.device) -> list[Tensor]:
-    """Scores (N) that the last stage knows, on every stage."""
+def broadcast_from_last_stage(
+    per_micro_batch: list[Tensor], micro_batches: Sequence[MicroBatch], device: torch.device
+) -> list[Tensor]:
+    """Broadcast the scores (N) of each micro-batch from the last pipeline stage to every stage. Return them on the CPU."""
     sizes = [len(each.target_ids_N) for each in micro_batches]
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return [each.cpu() for each in per_micro_batch]

@@ -1,4 +1,5 @@
-"""Which slices of which global tensors the parameters of Megatron's models are: what Megatron says for its checkpoints."""
+"""Slices of global tensors that the parameters of Megatron's models hold, read from what Megatron describes for its own
+checkpoints."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -13,19 +14,19 @@ from roll_core.weights.shards import Shard, TensorSlice
 
 
 def shards_of(chunks: Sequence[GPTModel]) -> list[Shard]:
-    """Of all chunks of a pipeline that this rank has. They stay what they are, wherever the parameters' memory moves."""
+    """Shards of all pipeline chunks on this rank. They stay valid wherever the parameters' memory moves."""
     return [shard for chunk in chunks for shard in _shards_of(chunk)]
 
 
 def _shards_of(chunk: GPTModel) -> Iterator[Shard]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     described = chunk.sharded_state_dict(metadata={"dp_cp_group": group})
-    apply_factories(described)  # gate and up, which are one parameter, become two slices
+    apply_factories(described)  # splits gate and up, which are one parameter, into two slices
     parameters = sorted(chunk.parameters(), key=lambda parameter: parameter.data_ptr())
-    begins = [parameter.data_ptr() for parameter in parameters]
+    addresses = [parameter.data_ptr() for parameter in parameters]
     for each in nested_values(described):
         if isinstance(each, ShardedTensor):
-            parameter = parameters[max(0, bisect_right(begins, each.data.data_ptr()) - 1)]
+            parameter = parameters[max(0, bisect_right(addresses, each.data.data_ptr()) - 1)]
             stacked = each.prepend_axis_num
             yield Shard(
                 slice=TensorSlice(
@@ -42,7 +43,7 @@ def _shards_of(chunk: GPTModel) -> Iterator[Shard]:
 
 
 def _first_row(each: ShardedTensor, parameter: nn.Parameter) -> int:
-    """Where a slice begins within the parameter; it must be that memory, not a copy of it."""
+    """First row of a slice within its parameter. Assert that the slice is in the parameter's memory, not in a copy of it."""
     offset = (each.data.data_ptr() - parameter.data_ptr()) // parameter.itemsize
     is_within = 0 <= offset < parameter.numel() and each.data.stride() == parameter.stride()
     assert is_within, f"{each.key} is not in the memory of a parameter"

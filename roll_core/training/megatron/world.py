@@ -1,5 +1,5 @@
-"""The ranks of Megatron: which groups of them share what, by a layout. Megatron keeps them for the whole process, so that
-one layout is in force at a time."""
+"""Process groups of Megatron for a layout. Megatron keeps them in globals of the process, so that one layout is in force at
+a time."""
 
 import torch
 import torch.distributed as dist
@@ -8,15 +8,17 @@ from megatron.core import parallel_state, tensor_parallel
 from roll_core.config.training.layout import LayoutConfig
 from roll_core.training.base import Share
 
-_in_force: list[LayoutConfig] = []
+_current_layout: list[LayoutConfig] = []
+"""Layout in force, or nothing."""
 
 
-def adopt_layout(layout: LayoutConfig, device: torch.device, seed: int) -> None:
-    """Form the groups of a layout, unless they are there. A process that has met nobody is a world of its own."""
+def initialize_layout(layout: LayoutConfig, device: torch.device, seed: int) -> None:
+    """Create the process groups of a layout, unless they exist. A process without torch.distributed becomes a world of one
+    rank."""
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if _in_force == [layout] and parallel_state.model_parallel_is_initialized():
+    if _current_layout == [layout] and parallel_state.model_parallel_is_initialized():
         return
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -29,19 +31,21 @@ def adopt_layout(layout: LayoutConfig, device: torch.device, seed: int) -> None:
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    _in_force[:] = [layout]
+    _current_layout[:] = [layout]
 
 
 def share_of(layout: LayoutConfig) -> Share:
-    """Ranks that hold a copy of the model work on the same micro-batches; the last stage knows the loss."""
+    """Share of this rank. Ranks that hold a copy of the model work on the same micro-batches; the reporter is on the last
+    stage, which knows the loss."""
     is_first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
     return Share(
         index=parallel_state.get_data_parallel_rank(),
         count=parallel_state.get_data_parallel_world_size(),
-        speaks=is_first and on_last_stage(),
+        is_reporter=is_first and on_last_stage(),
         row_multiple=layout.tensor * layout.context,
     )
 
 
 def on_last_stage() -> bool:
+    """True if this rank is on the last pipeline stage."""
     return parallel_state.get_pipeline_model_parallel_rank() == parallel_state.get_pipeline_model_parallel_world_size() - 1

@@ -1,1 +1,1 @@
-"""The torch training backend: Hugging Face models sharded with FSDP2, critic, LoRA, offload."""
+"""Torch training backend: Hugging Face models sharded with FSDP2, critic, LoRA, offload."""

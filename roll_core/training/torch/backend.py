@@ -18,19 +18,21 @@ from roll_core.config.model import ModelConfig
 from roll_core.config.training.lora import LoraConfig
 from roll_core.errors import RollError
 from roll_core.models.causal_lm import routers_of
-from roll_core.models.checkpoint_names import as_checkpoint
+from roll_core.models.checkpoint_names import to_checkpoint_names
 from roll_core.training.base import Policy, Share, Snapshot
 from roll_core.training.experts.losses import write_shares
 from roll_core.training.experts.routers import Routers
 from roll_core.training.loss_inputs import loss_inputs
 from roll_core.training.scorer import ReferenceStates, TokenScorer
-from roll_core.training.torch.lora import added_up
-from roll_core.training.torch.trainable import TorchSettings, TorchTrainable, whole
+from roll_core.training.torch.lora import merged_parameters
+from roll_core.training.torch.trainable import TorchSettings, TorchTrainable, full_tensor
 from roll_core.types.manifest import Metrics
 from roll_core.weights.ranks import rank, world_size
 
 
 class TorchBackend(TorchTrainable):
+    """Policy trained as a Hugging Face model, sharded over all ranks with FSDP2; a `TrainingBackend`."""
+
     def __init__(self, model: ModelConfig, settings: TorchSettings):
         self._model_config = model
         self._lora = settings.training.lora
@@ -41,7 +43,7 @@ class TorchBackend(TorchTrainable):
         if settings.training.routing.freeze_router:
             for router in routers.values():
                 router.requires_grad_(False)
-        # FSDP averages gradients over ranks; losses of routers are parts of a sum, like all others.
+        # FSDP averages gradients over ranks; router losses are parts of a sum, so that they are scaled by the world size.
         num_experts = max((router.num_experts for router in routers.values()), default=0)
         self._routers = Routers(settings.training.routing, num_layers, num_experts, settings.device, world_size())
         for layer, router in routers.items():
@@ -68,40 +70,40 @@ class TorchBackend(TorchTrainable):
 
     @property
     def share(self) -> Share:
-        return Share(rank(), world_size(), speaks=True)
+        return Share(rank(), world_size(), is_reporter=True)
 
     @torch.no_grad()
     def logprobs(self, micro_batches: Sequence[MicroBatch], policy: str) -> list[Tensor]:
         scorer = self._scorer if policy == Policy.CURRENT else self._frozen[policy]
-        with self._settings.arithmetic():
-            return [scorer(self._noted(each)).logprobs_N.cpu() for each in micro_batches]
+        with self._settings.autocast():
+            return [scorer(self._stage_batch(each)).logprobs_N.cpu() for each in micro_batches]
 
     @torch.no_grad()
     def divergences(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        with self._settings.arithmetic():
-            batches = (self._noted(each) for each in micro_batches)
+        with self._settings.autocast():
+            batches = (self._stage_batch(each) for each in micro_batches)
             scored = [self._scorer(batch, self._reference_states(batch)) for batch in batches]
         return [each.divergences_N.cpu() for each in scored]
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFn) -> None:
-        self._routers.begin(micro_batches)
+        self._routers.begin_step(micro_batches)
         for micro_batch in micro_batches:
-            batch = self._noted(micro_batch)
-            with self._settings.arithmetic():
+            batch = self._stage_batch(micro_batch)
+            with self._settings.autocast():
                 scored = self._scorer(batch)
             self._backward(loss(loss_inputs(batch, scored)), len(scored.logprobs_N))
 
     def accumulate_beside_reference(self, micro_batches: Sequence[MicroBatch], loss: LossFn) -> None:
-        self._routers.begin(micro_batches)
+        self._routers.begin_step(micro_batches)
         for micro_batch in micro_batches:
-            batch = self._noted(micro_batch)
-            with self._settings.arithmetic():
+            batch = self._stage_batch(micro_batch)
+            with self._settings.autocast():
                 scored = self._scorer(batch, self._reference_states(batch))
             self._backward(loss(loss_inputs(batch, scored)), len(scored.logprobs_N))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        named = ((name, whole(parameter.detach())) for name, parameter in self._scorer.model.named_parameters())
-        return as_checkpoint(named if self._lora is None else added_up(named, self._lora))
+        named = ((name, full_tensor(parameter.detach())) for name, parameter in self._scorer.model.named_parameters())
+        return to_checkpoint_names(named if self._lora is None else merged_parameters(named, self._lora))
 
     def load_frozen(self, name: str, folder: Path) -> None:
         frozen = _build_scorer(self._model_config, self._settings, self._lora)
@@ -117,18 +119,20 @@ class TorchBackend(TorchTrainable):
             raise RollError(f"algorithm.teachers: {name} has a vocabulary of {theirs} tokens, the policy one of {ours}")
         self._frozen[name] = frozen.requires_grad_(False)
 
-    def _noted(self, micro_batch: MicroBatch) -> MicroBatch:
-        """On the device. Routers know what the next forward pass is about, and what is computed again for its backward."""
+    def _stage_batch(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Move a micro-batch to the device and keep its routing notes for the routers, in the forward pass and in any
+        recomputation."""
         batch = micro_batch.to(self._settings.device)
         self._notes_tC = batch.routing_notes().flatten(0, 1)
         return batch
 
     def _route(
-        self, layer: int, router: Qwen3MoeTopKRouter, _: Any, answered: tuple[Tensor, Tensor, Tensor]
+        self, layer: int, router: Qwen3MoeTopKRouter, _: Any, outputs: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What a router answers, once it is known what the tokens are."""
-        logits_tE, gates_tk, experts_tk = answered
-        replayed_tk = self._routers.replayed(layer, self._notes_tC, experts_tk)
+        """Forward hook of a router: replay recorded choices, record the choice, and attach the auxiliary losses to the
+        gates."""
+        logits_tE, gates_tk, experts_tk = outputs
+        replayed_tk = self._routers.replayed_choice(layer, self._notes_tC, experts_tk)
         if replayed_tk is not None:
             experts_tk = replayed_tk
             gates_tk = logits_tE.softmax(dim=-1, dtype=torch.float32).gather(1, experts_tk)
@@ -137,9 +141,9 @@ class TorchBackend(TorchTrainable):
             gates_tk = gates_tk.to(logits_tE.dtype)
         if not torch.is_grad_enabled():
             return logits_tE, gates_tk, experts_tk
-        # Not by `one_hot` or `bincount`, whose shapes a compiler does not know before.
+        # Not `one_hot` or `bincount`: their output shapes are unknown to the compiler.
         chosen_tE = torch.zeros_like(logits_tE, dtype=torch.bool).scatter_(1, experts_tk, True)
-        return logits_tE, self._routers.learn(layer, self._notes_tC, logits_tE, gates_tk, chosen_tE), experts_tk
+        return logits_tE, self._routers.record_choice(layer, self._notes_tC, logits_tE, gates_tk, chosen_tE), experts_tk
 
     def _modules(self) -> list[nn.Module]:
         return [self._scorer, *self._frozen.values()]

@@ -11,14 +11,15 @@ from transformers import PreTrainedModel
 from roll_core.algorithms.inputs import ValueInputs, ValueLossFn
 from roll_core.batching.micro_batch import MicroBatch
 from roll_core.config.model import ModelConfig
-from roll_core.models.checkpoint_names import as_parameters
+from roll_core.models.checkpoint_names import to_parameter_names
 from roll_core.training.base import Values
 from roll_core.training.scorer import last_hidden_states
 from roll_core.training.torch.trainable import TorchSettings, TorchTrainable
 
 
 class ValueScorer(nn.Module):
-    """Values where trained tokens are predicted, and at the ends of sequences. Starts by expecting nothing anywhere."""
+    """Model with a value head: values at the positions that predict trained tokens, and at the ends of sequences. The head
+    starts at zero, so that all values are zero at first."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
@@ -29,16 +30,19 @@ class ValueScorer(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, micro_batch: MicroBatch) -> Values:
+        """Compute the values of a micro-batch."""
         hidden_RTH = last_hidden_states(self.model, micro_batch)
         with torch.autocast(hidden_RTH.device.type, enabled=False):
-            # Rounded to bfloat16, values would differ from returns by more than a critic learns in an update.
+            # In float32: rounding to bfloat16 changes values by more than a critic learns in an update.
             weight, bias = self.head.weight.float(), self.head.bias.float()
             values = nn.functional.linear(hidden_RTH.float(), weight, bias).flatten()
-        # Where nothing is trained the zero still hangs on every weight: all ranks run the same backward collectives.
+        # The added zero has a gradient for every weight: even without trained tokens all ranks run the same collectives.
         return Values(values[micro_batch.predicted_by_N] + values.sum() * 0.0, values[micro_batch.ends_S])
 
 
 class TorchCritic(TorchTrainable):
+    """Value model trained as a Hugging Face model, sharded over all ranks with FSDP2; a `CriticBackend`."""
+
     def __init__(self, model: ModelConfig, settings: TorchSettings):
         self._scorer = ValueScorer(settings.build_model(model))
         settings.shard(self._scorer, self._scorer.model.layers)
@@ -46,13 +50,13 @@ class TorchCritic(TorchTrainable):
 
     @torch.no_grad()
     def values(self, micro_batch: MicroBatch) -> Values:
-        with self._settings.arithmetic():
+        with self._settings.autocast():
             scored = self._scorer(micro_batch.to(self._settings.device))
         return Values(scored.values_N.cpu(), scored.final_values_S.cpu())
 
     def accumulate(self, micro_batch: MicroBatch, loss: ValueLossFn) -> None:
         batch = micro_batch.to(self._settings.device)
-        with self._settings.arithmetic():
+        with self._settings.autocast():
             values_N = self._scorer(batch).values_N
         assert batch.tokens.values_N is not None, "the critic's values before the update are missing"
         assert batch.tokens.returns_N is not None, "the returns are missing"
@@ -68,6 +72,8 @@ class TorchCritic(TorchTrainable):
     def adopt(self, policy_weights: Iterator[tuple[str, Tensor]]) -> None:
         prefix = self._scorer.prefix
         ours: dict[str, Any] = {
-            name.removeprefix(prefix): tensor for name, tensor in as_parameters(policy_weights) if name.startswith(prefix)
+            name.removeprefix(prefix): tensor
+            for name, tensor in to_parameter_names(policy_weights)
+            if name.startswith(prefix)
         }
         set_model_state_dict(self._scorer.model, ours, options=StateDictOptions(full_state_dict=True))

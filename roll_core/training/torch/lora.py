@@ -1,4 +1,4 @@
-"""Linear layers that learn by a product of two small matrices, and what they amount to.
+"""LoRA: linear layers with a trained low-rank update, and weights with the updates merged in.
 
 Shapes: I input features, O output features, K rank; other dimensions come first.
 """
@@ -14,7 +14,7 @@ from roll_core.config.training.lora import LoraConfig
 
 
 class LoraLinear(nn.Module):
-    """A layer as it was, and what it learns beside that: at first nothing, since one of the two matrices is zero."""
+    """Frozen linear layer with a trained low-rank update. The update is zero at first, since one of its two matrices is."""
 
     def __init__(self, linear: nn.Linear, config: LoraConfig, generator: torch.Generator):
         super().__init__()
@@ -29,8 +29,9 @@ class LoraLinear(nn.Module):
         return self.linear(hidden) + self.scale * learned
 
 
-def adapt(model: nn.Module, config: LoraConfig, seed: int) -> None:
-    """Leave a model as it is, but for what its targets learn beside it. The same on every rank."""
+def add_adapters(model: nn.Module, config: LoraConfig, seed: int) -> None:
+    """Freeze a model and replace its target layers by LoRA layers, in place. All ranks draw the same matrices from
+    `seed`."""
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for path, module in list(model.named_modules()):
@@ -39,12 +40,12 @@ def adapt(model: nn.Module, config: LoraConfig, seed: int) -> None:
             setattr(model.get_submodule(parent), name, LoraLinear(module, config, generator))
 
 
-def added_up(parameters: Iterable[tuple[str, Tensor]], config: LoraConfig) -> Iterator[tuple[str, Tensor]]:
-    """A model's parameters under the names that they would have without any of this, what was learned added to them."""
+def merged_parameters(parameters: Iterable[tuple[str, Tensor]], config: LoraConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's parameters under their names without LoRA, with the low-rank updates added to the weights."""
     learned: dict[str, Tensor] = {}
     for name, tensor in parameters:
         path, _, kind = name.rpartition(".")
-        if kind in ("down_KI", "up_OK"):  # which come before the layer's own
+        if kind in ("down_KI", "up_OK"):  # come before the layer's own parameters
             learned[kind] = tensor
         elif path.endswith(".linear"):
             if kind == "weight":

@@ -1,8 +1,8 @@
-"""What the torch policy and the torch critic have in common: a module in one process or sharded over ranks with FSDP2, its
-optimizer, its checkpoints, and the sums its losses report.
+"""Base of the torch policy and the torch critic: a module in one process or sharded over ranks with FSDP2, its optimizer,
+its checkpoints, and the metric sums of its losses.
 
-With several ranks the caller has initialised torch.distributed (gloo on CPU, NCCL on GPU). Losses carry global
-denominators, so gradients are summed over ranks, never averaged.
+With several ranks the caller has initialised torch.distributed (gloo on CPU, NCCL on GPU). Losses carry global denominators,
+so gradients are summed over ranks, never averaged.
 """
 
 import contextlib
@@ -31,37 +31,39 @@ from roll_core.models.causal_lm import build_model
 from roll_core.training.base import Snapshot
 from roll_core.training.schedule import learning_rate_at
 from roll_core.training.snapshot import HostCopy, written_files
-from roll_core.training.torch.lora import adapt
-from roll_core.training.torch.offload import Offloader, lay_flat
+from roll_core.training.torch.lora import add_adapters
+from roll_core.training.torch.offload import Offloader, flatten_parameters
 from roll_core.types.manifest import Metrics
 from roll_core.weights.ranks import world_size
 
 
 @dataclass(frozen=True)
 class TorchSettings:
-    """What a torch module is built by, wherever it is used."""
+    """Settings that torch models are built, sharded and run with."""
 
     training: TrainingConfig
     seed: int
     temperature: float
+    """Sampling temperature; logits are divided by it."""
     device: torch.device
 
     def build_model(self, model: ModelConfig, lora: LoraConfig | None = None) -> PreTrainedModel:
+        """Build a model on the device, with LoRA, activation checkpointing and compilation as configured."""
         built = build_model(model, self.seed)
         if lora is not None:
-            adapt(built, lora, self.seed)
-        if world_size() == 1:  # of several, each gets its part when it is sharded, layer by layer
-            lay_flat(built, self.device)
+            add_adapters(built, lora, self.seed)
+        if world_size() == 1:  # with several ranks, sharding moves each layer's shards later
+            flatten_parameters(built, self.device)
         if self.training.activation_checkpointing:
             built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             built.train()
         if self.training.compile:
             for layer in built.base_model.layers:
-                layer.compile(dynamic=True)  # one by one: they are alike, and are compiled once
+                layer.compile(dynamic=True)  # layer by layer: layers are alike, and are compiled only once
         return built
 
     def shard(self, module: nn.Module, layers: Iterable[nn.Module]) -> None:
-        """Over all ranks, layer by layer; in place, and nothing where there is one rank."""
+        """Shard a module over all ranks, layer by layer, in place; do nothing with one rank."""
         if world_size() == 1:
             return
         bfloat16 = self.training.precision is Precision.BFLOAT16
@@ -72,14 +74,16 @@ class TorchSettings:
         for each in [*layers, module]:
             fully_shard(each, mesh=ranks, mp_policy=policy)
 
-    def arithmetic(self) -> contextlib.AbstractContextManager[None]:
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """Autocast to bfloat16 on one rank, if configured. With several ranks FSDP casts instead."""
         if self.training.precision is Precision.BFLOAT16 and world_size() == 1:
             return torch.autocast(self.device.type, torch.bfloat16)
         return contextlib.nullcontext()
 
 
 class TorchTrainable:
-    """`area` is the first word of its metrics' names: update, critic."""
+    """Module with an optimizer, checkpoints and metric sums; a `Trainable`. `area` is the first part of its metric names:
+    update or critic."""
 
     def __init__(self, module: nn.Module, settings: TorchSettings, area: str):
         self._module = module
@@ -87,8 +91,8 @@ class TorchTrainable:
         self._area = area
         self._sums: dict[str, Tensor] = {}
         self._host_copy = HostCopy()
-        self._residence = Offloader(settings.device)
-        self._writers = dist.new_group(backend="gloo") if world_size() > 1 else None
+        self._offloader = Offloader(settings.device)
+        self._checkpoint_group = dist.new_group(backend="gloo") if world_size() > 1 else None
 
     def start_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
         self._optimizer_config = config
@@ -107,8 +111,8 @@ class TorchTrainable:
         rate = learning_rate_at(self._step, self._optimizer_config, self._total_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        parameters, most = self._module.parameters(), self._optimizer_config.max_gradient_norm
-        norm = whole(torch.nn.utils.clip_grad_norm_(parameters, most)).item()
+        parameters, max_norm = self._module.parameters(), self._optimizer_config.max_gradient_norm
+        norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_norm)).item()
         if math.isfinite(norm):
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -121,27 +125,27 @@ class TorchTrainable:
         self._sums = {}
 
     def offload(self) -> None:
-        self._residence.offload(self._modules(), self._optimizer)
+        self._offloader.offload(self._modules(), self._optimizer)
 
     def reload(self) -> None:
-        self._residence.reload(self._modules(), self._optimizer)
+        self._offloader.reload(self._modules(), self._optimizer)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Full gradients accumulated so far: for tests and for debugging a run."""
+        """Yield the full gradients accumulated so far, by parameter name; for tests and for debugging a run."""
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad:
                 assert parameter.grad is not None, f"{name} has no gradient"
-                yield name, whole(parameter.grad)
+                yield name, full_tensor(parameter.grad)
 
     def snapshot(self) -> Snapshot:
         if not self._optimizer.state:
-            self._begin_optimizer_state()
+            self._init_optimizer_state()
         model_state, optimizer_state = get_state_dict(self._module, self._optimizer)
-        state = self._host_copy.of({"model": model_state, "optimizer": optimizer_state, "step": self._step})
+        state = self._host_copy.copy({"model": model_state, "optimizer": optimizer_state, "step": self._step})
 
         def write(folder: Path) -> list[Path]:
-            # Their own group: the ranks go on training, and the order of collectives within a group must be the same.
-            dcp.save(state, checkpoint_id=folder, no_dist=world_size() == 1, process_group=self._writers)
+            # A process group of its own: ranks keep training, and collectives of a group must have one order on all ranks.
+            dcp.save(state, checkpoint_id=folder, no_dist=world_size() == 1, process_group=self._checkpoint_group)
             return written_files(folder)
 
         return write
@@ -153,29 +157,31 @@ class TorchTrainable:
         set_state_dict(self._module, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self._step = int(state["step"])
 
-    def _begin_optimizer_state(self) -> None:
-        """What it is before the first step. torch makes it by a step of no length, which must not be counted."""
+    def _init_optimizer_state(self) -> None:
+        """Create the optimizer state of step 0. torch creates it by a step with learning rate 0, which must not be
+        counted."""
         get_state_dict(self._module, self._optimizer)
         for state in self._optimizer.state.values():
             state["step"].zero_()
 
     def _modules(self) -> list[nn.Module]:
-        """All that takes memory of the device."""
+        """Modules that occupy device memory."""
         return [self._module]
 
     def _backward(self, outputs: LossOutputs, num_tokens: int) -> None:
-        # FSDP averages gradients over ranks; the global denominators already make their sum the right answer.
+        # FSDP averages gradients over ranks; with global denominators their sum is the correct gradient.
         (outputs.loss * world_size()).backward()
-        self._add("loss", outputs.loss.detach())
-        self._add("scored_tokens", torch.tensor(float(num_tokens), device=self._settings.device))
+        self._add_to_sum("loss", outputs.loss.detach())
+        self._add_to_sum("scored_tokens", torch.tensor(float(num_tokens), device=self._settings.device))
         for name, value in outputs.metric_sums.items():
-            self._add(name, value.detach())
+            self._add_to_sum(name, value.detach())
 
-    def _add(self, name: str, value: Tensor) -> None:
+    def _add_to_sum(self, name: str, value: Tensor) -> None:
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def _drain_sums(self) -> Metrics:
-        """Sums of this step over all ranks; per-token sums become means over the tokens scored, if there were any."""
+        """Return the sums of this optimizer step over all ranks, and reset them. Per-token sums become means over the scored
+        tokens, if there are any."""
         names = sorted(self._sums)
         totals = torch.stack([self._sums[name].double() for name in names])
         if world_size() > 1:
@@ -187,5 +193,6 @@ class TorchTrainable:
         return means | {f"{self._area}/loss": loss}
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Assemble a distributed tensor from the shards of all ranks; return a plain tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

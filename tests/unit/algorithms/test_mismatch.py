@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from roll_core.algorithms.mismatch import MismatchSums, measure, quantities
+from roll_core.algorithms.mismatch import MismatchSums, measure_mismatch, mismatch_metrics
 
 
 def found(*log_ratios: float) -> dict[str, float]:
-    return quantities(measure(torch.tensor(log_ratios)))
+    return mismatch_metrics(measure_mismatch(torch.tensor(log_ratios)))
 
 
 def test_four_tokens_by_hand():
@@ -44,7 +44,7 @@ def test_perfect_agreement():
 
 def test_tails_are_those_of_the_tokens_not_the_extremes():
     d_N = torch.arange(1, 201) / 1000  # 0.001 to 0.2: two of 200 tokens are at most 0.002, two are above 0.198
-    metrics = quantities(measure(d_N))
+    metrics = mismatch_metrics(measure_mismatch(d_N))
     assert metrics["ratio_p01"] == pytest.approx(math.exp(0.002))
     assert metrics["ratio_p99"] == pytest.approx(math.exp(0.198))
     assert metrics["ratio_max"] == pytest.approx(math.exp(0.2))
@@ -53,13 +53,13 @@ def test_tails_are_those_of_the_tokens_not_the_extremes():
 @pytest.mark.parametrize("cut", [0, 1, 3, 5])
 def test_parts_add_up_to_the_whole_tails_included(cut):
     d_N = torch.tensor([0.3, -0.004, 1.5, -2.0, 0.01])
-    parts = [measure(d_N[:cut]), measure(d_N[cut:])]
+    parts = [measure_mismatch(d_N[:cut]), measure_mismatch(d_N[cut:])]
     whole = MismatchSums(
         sums=parts[0].sums + parts[1].sums,
         counts_B=parts[0].counts_B + parts[1].counts_B,
         extremes=torch.maximum(parts[0].extremes, parts[1].extremes),
     )
-    assert quantities(whole) == pytest.approx(quantities(measure(d_N)), rel=1e-12)
+    assert mismatch_metrics(whole) == pytest.approx(mismatch_metrics(measure_mismatch(d_N)), rel=1e-12)
 
 
 def test_no_token_has_no_metrics():
