@@ -12,7 +12,7 @@ from prefect.artifacts import create_markdown_artifact
 
 from roll_core.config.operations.nightly import ReferenceRun, Tolerances
 from roll_core.config.run import RunConfig
-from roll_core.reporting.regression import judge, markdown, measure_run
+from roll_core.reporting.regression import judge, verdicts_page, measure_run
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.runs import find_run, read_chain
 from roll_core.types.regression import Measured, Verdict
@@ -43,14 +43,14 @@ def judge_run(
     run, chain = find_run(store, run_id), read_chain(store, run_id)
     measured = measure_run(config, chain, baselines.origin(run, chain[-1].code))
     verdict = judge(measured, accepted, reference, tolerances)
-    baselines.record(run, measured, verdict, markdown([verdict]), datetime.now(UTC))
+    baselines.record(run, measured, verdict, verdicts_page([verdict]), datetime.now(UTC))
     return verdict
 
 
 @state_changing("report")
 def report(verdicts: list[Verdict]) -> None:
     """Publish the verdicts of a night as a Markdown artifact of the Prefect flow run."""
-    create_markdown_artifact(markdown(verdicts), key=ARTIFACT, description="is anything worse than it was?")
+    create_markdown_artifact(verdicts_page(verdicts), key=ARTIFACT, description="is anything worse than it was?")
 
 
 def open_baselines(config: RunConfig) -> "Baselines":

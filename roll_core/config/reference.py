@@ -205,7 +205,7 @@ def _cell(entry: KeyEntry) -> str:
 
 
 def _meaning(entry: KeyEntry) -> list[str]:
-    """What the key does, then a line for each of its values."""
+    """Text of a key, then a line for each of its values."""
     text = f"{entry.text} Keys as in `{entry.same_as}`." if entry.same_as else entry.text
     return [text, *(f"`{value}`: {meaning}" for value, meaning in entry.values)]
 

@@ -149,7 +149,7 @@ class RunConfig(Section):
 
     @property
     def without_engines(self) -> "RunConfig":
-        """This config with one engine that has no model, for roles that replay stored rollouts and generate nothing."""
+        """Config with one engine that has no model, for roles that replay stored rollouts and generate nothing."""
         no_model = RehearsalInference(seconds_per_token=1.0, median_tokens=1, sigma=0.0)
         placement = self.placement.model_copy(update={"engines": self.placement.engines[:1]})
         return self.model_copy(update={"inference": no_model, "placement": placement})

@@ -218,7 +218,7 @@ def _first_difference(weights: Sequence[str], others: Sequence[str]) -> str:
     return f"from iteration {first} on"
 
 
-def markdown(verdicts: Sequence[Verdict]) -> str:
+def verdicts_page(verdicts: Sequence[Verdict]) -> str:
     """Render the verdicts of a night as a Markdown page."""
     return "\n\n".join(_section(verdict) for verdict in verdicts) + "\n"
 

@@ -57,7 +57,7 @@ class DrawOutcome(StrEnum):
     FAILED = "failed"
     """None of its attempts could be graded."""
     ABORTED = "aborted"
-    """It was redundant, or none of its attempts was finished."""
+    """Redundant, or without a finished attempt."""
 
     @property
     def letter(self) -> str:

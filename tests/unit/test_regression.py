@@ -12,7 +12,7 @@ from roll_core.reporting.regression import (
     compare,
     is_only_slower,
     judge,
-    markdown,
+    verdicts_page,
     measure_run,
     robust_sigma,
     verdict_sentence,
@@ -175,7 +175,7 @@ def test_the_page_and_the_sentence_say_why():
     assert verdict_sentence(worse).startswith(
         "quickstart-9: regression: reward/last is 0.2, the median of the last 8 accepted runs 0.8, tolerated 0.05"
     )
-    page = markdown([worse, verdict_on(night(9), nights(8))])
+    page = verdicts_page([worse, verdict_on(night(9), nights(8))])
     assert "## quickstart: regression (quickstart-9)" in page
     assert "## quickstart: accepted (quickstart-9)" in page
     assert "| reward/last | 0.2 | 0.8 | 0.05 | the last 8 | worse |" in page

@@ -129,7 +129,7 @@ class PolicyUpdate(Section):
 
     @property
     def with_correction(self) -> Self:
-        """This config with token-level truncated importance sampling; unchanged if it has a correction already."""
+        """Config with token-level truncated importance sampling; unchanged if it has a correction already."""
         return self if self.has_correction else self.model_copy(update={"correction": CorrectionConfig()})
 
     @property
