@@ -1,10 +1,11 @@
-"""Every algorithm of the catalogue on the quickstart's problem: does it learn, how well, how fast?
+"""Learning curve and speed of every algorithm of the catalogue on the quickstart's problem.
 
-    python benchmarks/algorithms.py [--only grpo,ppo] [--iterations 40] [--set training.optimizer_steps=4]
+    python -m benchmarks.algorithms [--only grpo,ppo] [--iterations 40] [--set training.optimizer_steps=4]
 
-Real runs, one after another, each with the seed, problems, model and learning rate of the quickstart; only the algorithm
-differs. What a method needs beside its defaults on so small a model is in `NEEDS`, and no more was tuned. Prints a table;
-a run that fails is a row of it.
+Needs a CPU only. Runs `roll run` once per algorithm, one after another, with the seed, problems, model and learning rate of
+the quickstart. Only the algorithm differs; `EXTRA_SETTINGS` lists the few keys that some algorithms need beside their
+defaults on such a small model. Prints one row per algorithm: held-out accuracy, median seconds per iteration and its parts,
+and the signals it needs. A run that fails is a row with its error.
 """
 
 import argparse
@@ -15,22 +16,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from roll_runs import QUICKSTART, machine_load, timed_iterations
-
+from benchmarks.roll_runs import QUICKSTART, machine_load, timed_iterations
 from roll_core.algorithms.catalog import TABLE
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.runs import find_run, read_chain, read_config
 
-NEEDS = {
+EXTRA_SETTINGS = {
     "reinforce": ["algorithm.shaping.normalize={mean: batch, std: batch}"],
     "ppo": ["algorithm.critic={optimizer: {learning_rate: 1.0e-3}, warmup_iterations: 3}"],
     "distillation": ["algorithm.teachers=[{kind: run, run_id: grpo-1}]"],
 }
-"""The teacher is the GRPO run, which therefore goes first."""
+"""Overrides by algorithm. Distillation's teacher is the GRPO run, so that GRPO runs first."""
 
 
 @dataclass(frozen=True)
 class Outcome:
+    """Result of one run: accuracies in order, median seconds per iteration, or the last line of its error."""
+
     kind: str
     signals: str
     accuracy: list[float]
@@ -41,7 +43,9 @@ class Outcome:
 
 
 def run(kind: str, folder: Path, iterations: int, overrides: list[str]) -> Outcome:
-    settings = [f"name={kind}", f"algorithm.kind={kind}", f"iterations={iterations}", *NEEDS.get(kind, []), *overrides]
+    """Train with one algorithm in `folder`; runs in the same folder share a store."""
+    extra = EXTRA_SETTINGS.get(kind, [])
+    settings = [f"name={kind}", f"algorithm.kind={kind}", f"iterations={iterations}", *extra, *overrides]
     command = [str(Path(sys.executable).with_name("roll")), "run", str(QUICKSTART)]
     for setting in settings:
         command += ["--set", setting]
@@ -66,13 +70,14 @@ def run(kind: str, folder: Path, iterations: int, overrides: list[str]) -> Outco
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="kinds, separated by commas")
+    parser.add_argument("--only", default="", help="algorithms to run, separated by commas; default: all")
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
     options = parser.parse_args()
     kinds = options.only.split(",") if options.only else [row.kind for row in TABLE]
     kinds.sort(key=lambda kind: kind != "grpo")
     print(f"{options.iterations} iterations each, {machine_load()}, {' '.join(options.overrides)}")
+    print("Held-out accuracy at the start, halfway, at the end, and the best; median seconds per iteration, prepare, update")
     print(f"{'algorithm':20}  start   half    end   best  s/iter  prepare  update  signals")
     with tempfile.TemporaryDirectory() as folder:
         for kind in kinds:

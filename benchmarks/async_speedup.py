@@ -1,22 +1,29 @@
-"""What scheduling attempts one by one, and working ahead of training, is worth when completions have a long tail.
+"""Speed-up by scheduling attempts one by one, and by generating ahead of training, when completions have a long tail.
 
-    python -m benchmarks.async_speedup [--iterations 26] [--only rlvr,agent,filtered] [--output docs/async.md]
+    python -m benchmarks.async_speedup [--iterations 26] [--only rlvr,agent,filtered] [--output docs/benchmarks/async.md]
 
-Real Ray actors: four engines, a trainer that trains, a scheduler, reward workers; the same attempts (by seed) and the same
-devices for every way of scheduling. The engines are rehearsals: they take the time that generation would take, with these
-tails, so that two cores can carry what would need a cluster:
+Needs two CPU cores. Starts real Ray actors: four engines, a trainer that trains, a rollout scheduler, reward workers. Every
+scheduling gets the same attempts (by seed) and the same devices. The engines are rehearsals: they take the time that
+generation would take, with the tails below, so that two cores can carry what would need a cluster.
 
-    rlvr      completions of 10 tokens (median), lognormal with sigma 1.2, 25 ms a token: of a batch of 128, the longest
-              takes over 20 times as long as the median one
-    agent     short completions, and five times an environment that answers after 20 ms (median), lognormal, sigma 1.6
-    filtered  as rlvr, and groups whose rewards are equal are replaced: most are, since these completions are random
+    rlvr      completions of 10 tokens (median), lognormal with sigma 1.2, 25 ms per token: in a batch of 128, the longest
+              takes over 20 times as long as the median
+    agent     short completions with five waits for an environment: 20 ms (median), lognormal with sigma 1.6
+    filtered  as rlvr, and groups whose rewards are equal are replaced; most are, since these completions are random
 
-Ways: batch-synchronous asks each engine for whole groups, grades when all attempts of the batch are done, and draws again
-for what the filter left out; its agents act in step, each turn as long as its slowest environment. Queue-scheduled lets
-every attempt go its own way and grades each group as it comes; replicated asks for every attempt by itself; redundant keeps
-more groups in flight than it needs; asynchronous works ahead. Simulated is the real scheduler in virtual time, with the same
-attempts, and a trainer that takes what the real one took. Length distance is how far lengths that were trained on are from
-those of all attempts that were drawn (Kolmogorov and Smirnov's, with the chance to see such a one between equals).
+Schedulings:
+
+    batch-synchronous     gives the engines the whole batch at once, grades when all its attempts are done, and draws again
+                          for groups that the filter dropped. Agents act in lockstep: a turn lasts as long as its slowest
+                          environment.
+    attempts one by one   starts each attempt when an engine has a free slot, and grades it when it is done: roll's default
+    + N redundant groups  also keeps N more groups in flight than the batch needs (rollout.redundant_groups)
+    asynchronous          also generates ahead of training (rollout.async_ratio)
+
+The table prints means over iterations, without the first two. Simulated seconds are those of the real scheduler in virtual
+time, with the same attempts and a trainer that takes as long as the measured one. Length distance is the Kolmogorov-Smirnov
+distance between token counts of attempts trained on and of all attempts drawn; the p-value is the probability of such a
+distance between equal distributions.
 """
 
 import argparse
@@ -52,7 +59,7 @@ from roll_core.types.refs import RunRef
 from roll_core.types.trace import AttemptTrace, Fate
 
 WARM_UP = 2
-"""Iterations left out: allocators settle, and what works ahead has to get ahead first."""
+"""Iterations left out at the start: allocators settle, and asynchronous rollouts have to get ahead of training first."""
 STOP = (1,)
 RLVR = {"kind": "rehearsal", "seconds_per_token": 0.025, "median_tokens": 10, "sigma": 1.2}
 TAILS: dict[str, dict[str, object]] = {
@@ -66,32 +73,35 @@ TAILS: dict[str, dict[str, object]] = {
     },
     "filtered": RLVR,
 }
+"""Section `inference` by tail: how long each completion takes."""
 
 
 @dataclass(frozen=True)
-class Way:
+class Scheduling:
+    """Row of a table: overrides of the section `rollout`, or the batch-synchronous scheduler of this file."""
+
     name: str
     rollout: dict[str, object] = field(default_factory=dict)
     batch_synchronous: bool = False
 
 
-WAYS = [
-    Way("batch-synchronous", batch_synchronous=True),
-    Way("+ replicated"),
-    Way("+ 4 redundant groups", {"redundant_groups": 4}),
-    Way("asynchronous, ratio 1", {"async_ratio": 1}),
-    Way("asynchronous, ratio 2", {"async_ratio": 2}),
-    Way("asynchronous, ratio 4", {"async_ratio": 4}),
+SCHEDULINGS = [
+    Scheduling("batch-synchronous", batch_synchronous=True),
+    Scheduling("attempts one by one"),
+    Scheduling("+ 4 redundant groups", {"redundant_groups": 4}),
+    Scheduling("asynchronous, ratio 1", {"async_ratio": 1}),
+    Scheduling("asynchronous, ratio 2", {"async_ratio": 2}),
+    Scheduling("asynchronous, ratio 4", {"async_ratio": 4}),
 ]
-FILTERED_WAYS = [
-    Way("batch-synchronous", batch_synchronous=True),
-    Way("+ replicated"),
-    Way("+ 16 redundant groups", {"redundant_groups": 16}),
-    Way("asynchronous, ratio 2", {"async_ratio": 2}),
+FILTERED_SCHEDULINGS = [
+    Scheduling("batch-synchronous", batch_synchronous=True),
+    Scheduling("attempts one by one"),
+    Scheduling("+ 16 redundant groups", {"redundant_groups": 16}),
+    Scheduling("asynchronous, ratio 2", {"async_ratio": 2}),
 ]
 
 
-def config_of(tail: str, way: Way, iterations: int, folder: Path) -> RunConfig:
+def build_config(tail: str, scheduling: Scheduling, iterations: int, folder: Path) -> RunConfig:
     rollout = {"num_groups": 16, "group_size": 8, "max_new_tokens": 300, "slots_per_engine": 16}
     filtered = {"filter": {"equal_rewards": True}, "max_draws": 16} if tail == "filtered" else {}
     return validate_config(
@@ -102,68 +112,72 @@ def config_of(tail: str, way: Way, iterations: int, folder: Path) -> RunConfig:
             "problems": {"kind": "arithmetic", "puzzle": "sort", "digits": 4},
             "reward": {"kind": "exact_match", "partial_credit": 0.5},
             "inference": TAILS[tail],
-            "rollout": rollout | filtered | way.rollout,
+            "rollout": rollout | filtered | scheduling.rollout,
             "training": {"micro_batch_tokens": 4096, "row_tokens": 1024, "epochs": 4},
             "cluster": {"devices_per_node": 5},
             "placement": {"trainer": [0], "engines": [1, 2, 3, 4], "reward_workers": 2},
             "store": {"uri": f"file://{folder}/store"},
             "work_dir": str(folder / "work"),
         },
-        way.name,
+        scheduling.name,
     )
 
 
 # -------------------------------------------------------------------------------------------------- batch-synchronous
-def turns_of(latency: RehearsalInference, request: GenerationRequest) -> list[float]:
-    """Seconds of each turn of an attempt, its environment included; of what has no environment, of all of it."""
+def turn_seconds(latency: RehearsalInference, request: GenerationRequest) -> list[float]:
+    """Seconds of each turn of an attempt, its environment included; without an environment, of the whole attempt."""
     arrivals_T = plan_generation(latency, request).arrivals_T
     turns = latency.environment.turns if latency.environment else 0
     ends = [float(arrivals_T[(turn + 1) * len(arrivals_T) // (turns + 1)]) for turn in range(turns)]
     return [end - begin for begin, end in pairwise([0.0, *ends, float(arrivals_T[-1])])]
 
 
-class Round:
-    """Requests that are with engines; it is over when all are done, and not before their turns, in step, would be."""
+class LockstepRound:
+    """Barrier for the requests in flight on all engines. A round ends when all are done, and not before the sum over turns
+    of the slowest attempt's seconds has passed."""
 
     def __init__(self, latency: RehearsalInference) -> None:
         self._latency = latency
-        self._left = 0
-        self._over = asyncio.Event()
+        self._in_flight = 0
+        self._ended = asyncio.Event()
 
-    def enter(self, requests: list[GenerationRequest]) -> None:
-        if not self._left:
-            self._over, self._began, self._slowest = asyncio.Event(), time.monotonic(), [0.0]
-        self._left += len(requests)
+    def begin(self, requests: list[GenerationRequest]) -> None:
+        """Add requests to the round; start a new one if none is in flight."""
+        if not self._in_flight:
+            self._ended, self._began, self._slowest = asyncio.Event(), time.monotonic(), [0.0]
+        self._in_flight += len(requests)
         for request in requests:
-            turns = turns_of(self._latency, request)
+            turns = turn_seconds(self._latency, request)
             slowest = [*self._slowest, *[0.0] * (len(turns) - len(self._slowest))]
             self._slowest = [max(pair) for pair in zip(slowest, turns, strict=True)]
 
-    def done(self, count: int) -> None:
-        self._left -= count
-        if not self._left:
-            self._over.set()
+    def finish(self, count: int) -> None:
+        """Count requests that are done; the last one ends the round."""
+        self._in_flight -= count
+        if not self._in_flight:
+            self._ended.set()
 
-    async def over(self) -> None:
-        await self._over.wait()
+    async def wait(self) -> None:
+        """Wait until the round has ended and its turns in lockstep would have."""
+        await self._ended.wait()
         await asyncio.sleep(max(0.0, self._began + math.fsum(self._slowest) - time.monotonic()))
 
 
 @dataclass(frozen=True)
-class AllAtOnce:
-    """An engine that gives nothing back before all of a round are done, on all engines."""
+class BatchEngine:
+    """Engine client that returns completions only when the whole round is done, on all engines."""
 
     name: str
     engine: RemoteEngine
-    round: Round
+    round: LockstepRound
 
     async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
-        self.round.enter(requests)
+        self.round.begin(requests)
         done: list[Completion] = []
         async for completions in self.engine.generate(requests):
             done += completions
-            self.round.done(len(completions))
-        await self.round.over()
+            self.round.finish(len(completions))
+        await self.round.wait()
         yield done
 
     async def abort(self, request_ids: list[str]) -> None:
@@ -174,24 +188,30 @@ class AllAtOnce:
 
 
 class BatchSchedulerRole(SchedulerRole):
+    """Rollout scheduler whose engines return a batch as a whole."""
+
     def __init__(
         self, config: RunConfig, run: RunRef, scratch: Path, engines: Sequence[EngineClient], graders: list[RemoteGrader]
     ):
         assert isinstance(config.inference, RehearsalInference)
-        at_once = Round(config.inference)
-        # Engines get the whole batch at once, and run what they have slots for.
+        shared = LockstepRound(config.inference)
+        # The scheduler sends the whole batch at once; engines queue the requests that exceed their slots.
         rollout = config.rollout.model_copy(update={"slots_per_engine": config.rollout.num_trajectories})
         config = config.model_copy(update={"rollout": rollout})
-        super().__init__(config, run, scratch, [AllAtOnce(e.name, e, at_once) for e in engines], graders)  # type: ignore[arg-type, misc]
+        super().__init__(config, run, scratch, [BatchEngine(e.name, e, shared) for e in engines], graders)  # type: ignore[arg-type, misc]
 
 
 class BatchFleet(Fleet):
+    """Fleet with the batch-synchronous rollout scheduler."""
+
     scheduler_role = BatchSchedulerRole
 
 
-# -------------------------------------------------------------------------------------------------- what was measured
+# -------------------------------------------------------------------------------------------------- measurement
 @dataclass(frozen=True)
 class Iteration:
+    """One measured iteration: seconds in all and by stage."""
+
     seconds: float
     stages: dict[str, float]
     collected: Collected
@@ -199,7 +219,9 @@ class Iteration:
 
 @dataclass(frozen=True)
 class Measured:
-    way: Way
+    """Measured run of one scheduling. Means leave out the first `WARM_UP` iterations."""
+
+    scheduling: Scheduling
     config: RunConfig
     iterations: list[Iteration]
     traces: list[AttemptTrace]
@@ -220,27 +242,30 @@ class Measured:
 
     @property
     def wasted(self) -> float:
-        """Share of the tokens generated."""
+        """Share of generated tokens that no iteration trained on."""
         wasted = sum(iteration.collected.metrics["rollout/wasted_tokens"] for iteration in self.counted)
         return wasted / (wasted + sum(iteration.collected.num_tokens for iteration in self.counted))
 
 
-def measure(tail: str, way: Way, iterations: int) -> Measured:
+def measure(tail: str, scheduling: Scheduling, iterations: int) -> Measured:
+    """Start all roles, run the iterations, and read the traces of all attempts from the store."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = config_of(tail, way, iterations, folder)
+        config = build_config(tail, scheduling, iterations, folder)
         run = open_run(ObjectStore(config.store.uri), config)
         leg_dir = folder / "work" / run.run_id / "leg-1"
         leg_dir.mkdir(parents=True)
-        with (BatchFleet if way.batch_synchronous else Fleet)(run, config, leg_dir) as fleet:
-            iterations = iterate(fleet, config)
-            refs = [trace for iteration in iterations if (trace := iteration.collected.trace) is not None]
+        with (BatchFleet if scheduling.batch_synchronous else Fleet)(run, config, leg_dir) as fleet:
+            measured = iterate(fleet, config)
+            refs = [trace for iteration in measured if (trace := iteration.collected.trace) is not None]
             fleet.wait_until_stored(refs)
             store = ObjectStore(config.store.uri)
-            return Measured(way, config, iterations, [attempt for ref in refs for attempt in decode_trace(store.get(ref))])
+            traces = [attempt for ref in refs for attempt in decode_trace(store.get(ref))]
+            return Measured(scheduling, config, measured, traces)
 
 
 def iterate(fleet: Fleet, config: RunConfig) -> list[Iteration]:
+    """Collect, prepare, update and publish as many times as the config says; time each stage."""
     fleet.publish(0)
     iterations: list[Iteration] = []
     first_problem = 0
@@ -268,18 +293,20 @@ def iterate(fleet: Fleet, config: RunConfig) -> list[Iteration]:
     return iterations
 
 
-# -------------------------------------------------------------------------------------------------- what was to be expected
+# -------------------------------------------------------------------------------------------------- expectation
 def rehearsed_request(config: RunConfig, problem: int, number: int) -> GenerationRequest:
+    """Request with the seed of an attempt: the rehearsal derives its length and delays from the seed alone."""
     seed = derive_seed(config.seed, "attempt", problem, number)
     return GenerationRequest("", (0,), config.rollout.max_new_tokens, 1.0, STOP, seed)
 
 
 @dataclass(frozen=True)
-class Rehearsed:
-    """The very attempts that the rehearsal engines were given, for a simulation."""
+class RehearsedWorkload:
+    """Workload of a simulation: the same attempts that the rehearsal engines were given."""
 
     config: RunConfig
     useful: dict[int, bool]
+    """Problems of known outcome: False if the filter dropped their group. For other problems a third is useful."""
 
     def demand(self, problem: int, number: int) -> Demand:
         latency = self.config.inference
@@ -292,95 +319,89 @@ class Rehearsed:
         return self.useful.get(problem, problem % 3 == 0)
 
 
-def bound(measured: Measured) -> float:
-    """Seconds an iteration should take, counted as the measured ones are."""
+def expected_seconds(measured: Measured) -> float:
+    """Seconds per iteration by simulation, or by the longest attempts if batch-synchronous; warm-up left out."""
     config, latency = measured.config, measured.config.inference
     assert isinstance(latency, RehearsalInference)
     draws = [i.collected.draws for i in measured.iterations]
-    useful = {d.first + place: letter != "f" for d in draws for place, letter in enumerate(d.outcomes)}
-    work = Rehearsed(config, useful)
+    useful = {d.first + offset: letter != "f" for d in draws for offset, letter in enumerate(d.outcomes)}
+    workload = RehearsedWorkload(config, useful)
     trainer = TrainerModel(
         num_devices=1,
         prepare=Cost(measured.stage("prepare")),
         update=Cost(measured.stage("update")),
         publish_seconds=measured.stage("publish"),
     )
-    if measured.way.batch_synchronous:  # of a filter's rounds only the first
-        return trainer.prepare.seconds + trainer.update.seconds + trainer.publish_seconds + longest(measured)
+    if measured.scheduling.batch_synchronous:  # only the first round: a filter's further rounds are not counted
+        return trainer.prepare.seconds + trainer.update.seconds + trainer.publish_seconds + lockstep_seconds(measured)
     models = MachineModels(
         EngineModel(latency.seconds_to_first_token, latency.seconds_per_token), GraderModel((0.0,)), trainer
     )
-    predicted = simulate(config, models, work, config.iterations)
+    predicted = simulate(config, models, workload, config.iterations)
     return statistics.fmean(predicted.iteration_seconds[WARM_UP:])
 
 
-def longest(measured: Measured) -> float:
-    """Mean over batches of the time of their turns in step, each as long as its slowest; further rounds are left out."""
+def lockstep_seconds(measured: Measured) -> float:
+    """Mean seconds of a batch whose turns run in lockstep, each as long as its slowest attempt; one round per batch."""
     config, latency = measured.config, measured.config.inference
     assert isinstance(latency, RehearsalInference)
 
     def turns(problem: int, number: int) -> list[float]:
-        return turns_of(latency, rehearsed_request(config, problem, number))
+        return turn_seconds(latency, rehearsed_request(config, problem, number))
 
-    pages = [iteration.collected.draws for iteration in measured.counted]
+    draws = [iteration.collected.draws for iteration in measured.counted]
     return statistics.fmean(
         math.fsum(
             max(turn)
             for turn in zip(
-                *(turns(p, n) for p in range(page.first, page.next) for n in range(config.rollout.group_size)), strict=True
+                *(turns(p, n) for p in range(drawn.first, drawn.next) for n in range(config.rollout.group_size)), strict=True
             )
         )
-        for page in pages
+        for drawn in draws
     )
 
 
-def batches(measured: Measured, work: Rehearsed) -> list[list[float]]:
-    """Seconds of every attempt that was drawn, batch by batch."""
+def attempt_seconds(measured: Measured, workload: RehearsedWorkload) -> list[list[float]]:
+    """Seconds that every drawn attempt takes on an engine without queueing, one list per batch."""
     size, latency = measured.config.rollout.group_size, measured.config.inference
     assert isinstance(latency, RehearsalInference)
 
     def seconds(problem: int, number: int) -> float:
-        demand = work.demand(problem, number)
+        demand = workload.demand(problem, number)
         return latency.seconds_to_first_token + latency.seconds_per_token * demand.num_tokens + demand.waiting_seconds
 
-    pages = [iteration.collected.draws for iteration in measured.counted]
-    return [[seconds(problem, n) for problem in range(page.first, page.next) for n in range(size)] for page in pages]
+    draws = [iteration.collected.draws for iteration in measured.counted]
+    return [[seconds(problem, n) for problem in range(drawn.first, drawn.next) for n in range(size)] for drawn in draws]
 
 
 def length_distance(measured: Measured) -> tuple[float, float]:
-    """Between what was trained on and what was drawn, and how likely so much is by chance (asymptotically)."""
-    work = Rehearsed(measured.config, {})
+    """Kolmogorov-Smirnov distance between token counts of trained and of drawn attempts, and its asymptotic p-value."""
+    workload = RehearsedWorkload(measured.config, {})
     trained = sorted(trace.num_tokens for trace in measured.traces if trace.fate is Fate.TRAINED)
-    drawn = sorted(work.demand(trace.problem, trace.attempt).num_tokens for trace in measured.traces)
-    places = sorted({*trained, *drawn})
-    distance = max(abs(bisect_right(trained, at) / len(trained) - bisect_right(drawn, at) / len(drawn)) for at in places)
+    drawn = sorted(workload.demand(trace.problem, trace.attempt).num_tokens for trace in measured.traces)
+    lengths = sorted({*trained, *drawn})
+    distance = max(abs(bisect_right(trained, at) / len(trained) - bisect_right(drawn, at) / len(drawn)) for at in lengths)
     scaled = distance * math.sqrt(len(trained) * len(drawn) / (len(trained) + len(drawn)))
-    chance = 2 * sum((-1) ** (k - 1) * math.exp(-2 * (k * scaled) ** 2) for k in range(1, 101)) if scaled > 0.2 else 1.0
-    return distance, min(1.0, max(0.0, chance))
+    p_value = 2 * sum((-1) ** (k - 1) * math.exp(-2 * (k * scaled) ** 2) for k in range(1, 101)) if scaled > 0.2 else 1.0
+    return distance, min(1.0, max(0.0, p_value))
 
 
-# -------------------------------------------------------------------------------------------------- what is printed
+# -------------------------------------------------------------------------------------------------- table
 COLUMNS = (
-    *("way", "seconds an iteration", "iterations a second", "speed-up", "of which waiting for rollouts", "speed-up of that"),
-    *(
-        "tokens wasted",
-        "staleness mean",
-        "max",
-        "length distance",
-        "its chance",
-        "simulated seconds",
-        "measured / simulated",
-    ),
+    *("scheduling", "seconds per iteration", "iterations per second", "speed-up"),
+    *("seconds waiting for rollouts", "speed-up of waiting", "tokens wasted", "mean staleness", "max staleness"),
+    *("length distance", "p-value", "simulated seconds", "measured / simulated"),
 )
 
 
 def table(tail: str, rows: list[Measured]) -> str:
+    """Markdown table of one tail; speed-ups are against the first row."""
     base = rows[0]
     lines = [f"## {tail}", "", "| " + " | ".join(COLUMNS) + " |", "|---" + "|---:" * (len(COLUMNS) - 1) + "|"]
     for row in rows:
-        expected, (distance, chance) = bound(row), length_distance(row)
+        expected, (distance, p_value) = expected_seconds(row), length_distance(row)
         cells = [
-            row.way.name,
+            row.scheduling.name,
             f"{row.seconds:.2f}",
             f"{1 / row.seconds:.2f}",
             f"{base.seconds / row.seconds:.2f}",
@@ -390,35 +411,37 @@ def table(tail: str, rows: list[Measured]) -> str:
             f"{row.metric('rollout/staleness_mean'):.2f}",
             f"{max(iteration.collected.metrics['rollout/staleness_max'] for iteration in row.counted):.0f}",
             f"{distance:.3f}",
-            f"{chance:.2g}",
+            f"{p_value:.2g}",
             f"{expected:.2f}",
             f"{row.seconds / expected:.2f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", f"Longest attempt of a batch over its median one: {tail_of(base):.0f} times.", ""])
+    return "\n".join([*lines, "", f"Longest attempt of a batch over the median: {longest_over_median(base):.0f} times.", ""])
 
 
-def tail_of(measured: Measured) -> float:
-    """Mean over batches, in seconds of an attempt that nothing hinders."""
-    ratios = [max(seconds) / statistics.median(seconds) for seconds in batches(measured, Rehearsed(measured.config, {}))]
-    return statistics.fmean(ratios)
+def longest_over_median(measured: Measured) -> float:
+    """Seconds of the longest attempt over those of the median attempt; mean over batches, without queueing."""
+    batches = attempt_seconds(measured, RehearsedWorkload(measured.config, {}))
+    return statistics.fmean(max(seconds) / statistics.median(seconds) for seconds in batches)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=26)
-    parser.add_argument("--only", default=",".join(TAILS))
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--only", default=",".join(TAILS), help="tails to measure, separated by commas")
+    parser.add_argument("--output", type=Path, help="Markdown file to write")
     options = parser.parse_args()
     logging.getLogger().setLevel(logging.ERROR)
     tables = []
     for tail in options.only.split(","):
-        ways, iterations = (FILTERED_WAYS, options.iterations // 2) if tail == "filtered" else (WAYS, options.iterations)
-        tables.append(table(tail, [measure(tail, way, iterations) for way in ways]))
+        is_filtered = tail == "filtered"
+        schedulings = FILTERED_SCHEDULINGS if is_filtered else SCHEDULINGS
+        iterations = options.iterations // 2 if is_filtered else options.iterations
+        tables.append(table(tail, [measure(tail, scheduling, iterations) for scheduling in schedulings]))
         print(tables[-1], flush=True)
     if options.output:
-        said = ["# Scheduling against long tails", "", "```", (__doc__ or "").strip(), "```", ""]
-        options.output.write_text("\n".join([*said, *tables]))
+        header = ["# Scheduling against long tails", "", "```", (__doc__ or "").strip(), "```", ""]
+        options.output.write_text("\n".join([*header, *tables]))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Checkpoints against a plain parallel put and get of the same bytes, to the same server, in the same run.
+"""Throughput of saving and loading a checkpoint, against a plain parallel upload and download of the same files.
 
     python -m benchmarks.checkpoint [--megabytes 500] [--rounds 3] [--folder]
 
-A learner with a policy and its Adam state of that size is saved as a trainer rank does it: copied (the time the trainer is
-blocked), written to disk by torch.distributed.checkpoint, digested and uploaded; then fetched, verified, and loaded. Beside
-it the same files are put and got by s3fs alone, several parts at a time, nothing digested or verified. Rounds alternate who
-is first. Into a real S3 server started for the purpose, or with --folder into a folder (plain: copied and synced).
+Needs a CPU and the packages of `make setup-test`. A learner whose policy and Adam state have the given size is saved as a
+trainer rank saves it: a snapshot (while the trainer is blocked), files written by torch.distributed.checkpoint, digests,
+upload. Then the checkpoint is downloaded, verified and loaded. The plain side puts and gets the same files with s3fs,
+several parts at a time, without digests. The two sides take turns in being first. The store is a real S3 server started
+here, or with --folder a folder (plain side: copy and fsync).
 """
 
 import argparse
@@ -35,7 +36,7 @@ from roll_core.types.refs import CheckpointRef
 from tests.s3_server import S3Server
 
 BYTES_PER_PARAMETER = 12
-"""A float32 weight and two float32 moments."""
+"""Size of a float32 weight and Adam's two float32 moments."""
 HIDDEN = 768
 PARAMETERS_PER_LAYER = HIDDEN * (2 * HIDDEN + 2 * HIDDEN // 2 + 3 * 4 * HIDDEN)
 PART = 16 * 2**20
@@ -46,19 +47,20 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds of one round."""
+    """Seconds of each step of one round."""
 
     blocked: float
+    """Seconds of the snapshot, which blocks the trainer; included in `save`."""
     save: float
     fetch: float
+    """Seconds of download and verification; included in `load`."""
     load: float
-    """Includes the fetch."""
     plain_put: float
     plain_get: float
 
 
-class Bucket:
-    """What anybody would write who has s3fs and a list of files."""
+class PlainBucket:
+    """Plain side on S3: parallel put and get of a list of files with s3fs."""
 
     def __init__(self, uri: str):
         self._base = f"{uri.removeprefix('s3://')}/plain-{uuid.uuid4().hex}"
@@ -78,7 +80,9 @@ class Bucket:
                 whole.writelines(parts)
 
 
-class Folder:
+class PlainFolder:
+    """Plain side on a folder: copy and fsync."""
+
     def __init__(self, uri: str):
         self._base = Path(uri.removeprefix("file://")) / f"plain-{uuid.uuid4().hex}"
 
@@ -95,10 +99,11 @@ class Folder:
 
 
 def measure(learner: Learner, store: ObjectStore, plain_first: bool) -> Round:
-    plain: Bucket | Folder = Bucket(store.uri) if store.uri.startswith("s3") else Folder(store.uri)
+    """Time one save and load of the learner, and one plain put and get of the same files."""
+    plain: PlainBucket | PlainFolder = PlainBucket(store.uri) if store.uri.startswith("s3") else PlainFolder(store.uri)
     with tempfile.TemporaryDirectory() as scratch:
-        mine, theirs, source = (Path(scratch) / name for name in ("mine", "theirs", "source"))
-        theirs.mkdir()
+        own, plain_copy, source = (Path(scratch) / name for name in ("own", "plain", "source"))
+        plain_copy.mkdir()
         files = learner.snapshot()(source)
         drop_from_page_cache(files)
         uploaded: list[CheckpointRef] = []
@@ -106,19 +111,19 @@ def measure(learner: Learner, store: ObjectStore, plain_first: bool) -> Round:
 
         def save() -> None:
             snapshot = timed(times, "blocked", learner.snapshot)
-            written = snapshot(mine / "saved")
-            stored = upload_files(store, mine / "saved", written)
+            written = snapshot(own / "saved")
+            stored = upload_files(store, own / "saved", written)
             uploaded.append(CheckpointRef(iteration=0, weights_version=0, weights_digest="", files=tuple(stored)))
 
         def load() -> None:
-            timed(times, "fetch", lambda: download_files(store, uploaded[0], mine / "loaded"))
-            learner.load(mine / "loaded")
+            timed(times, "fetch", lambda: download_files(store, uploaded[0], own / "loaded"))
+            learner.load(own / "loaded")
 
         steps: list[tuple[str, Callable[[], None]]] = [
             ("save", save),
             ("plain_put", lambda: plain.put(files)),
             ("load", load),
-            ("plain_get", lambda: plain.get(files, theirs)),
+            ("plain_get", lambda: plain.get(files, plain_copy)),
         ]
         if plain_first:
             steps = [steps[1], steps[0], steps[3], steps[2]]
@@ -128,24 +133,26 @@ def measure(learner: Learner, store: ObjectStore, plain_first: bool) -> Round:
 
 
 def timed(times: dict[str, float], name: str, act: Callable[[], object]) -> object:
+    """Call `act`, note its seconds under `name`, and return its result."""
     start = time.perf_counter()
-    answer = act()
+    result = act()
     times[name] = time.perf_counter() - start
-    return answer
+    return result
 
 
 def drop_from_page_cache(files: list[Path]) -> None:
-    """Both sides read from a disk that is not warm; where the system does not allow it, both read from memory."""
+    """Drop files from the page cache, so that both sides read from disk; where the system refuses, both read from memory."""
     for file in files:
         with open(file, "rb") as opened, contextlib.suppress(OSError):
             os.fsync(opened.fileno())
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def learner_of(megabytes: int, folder: Path) -> Learner:
+def build_learner(megabytes: int, folder: Path) -> Learner:
+    """Build a learner whose checkpoint has about this size in MB (1e6 bytes)."""
     num_layers = max(1, round(megabytes * 1e6 / BYTES_PER_PARAMETER / PARAMETERS_PER_LAYER))
     learner = Learner(_config(num_layers, folder), rank=0, device=torch.device("cpu"))
-    learner.snapshot()  # makes Adam's moments, and the memory that later copies go into
+    learner.snapshot()  # allocates Adam's moments, and the host buffers that later snapshots reuse
     return learner
 
 
@@ -170,6 +177,7 @@ def _config(num_layers: int, folder: Path) -> RunConfig:
 
 @contextlib.contextmanager
 def open_store(in_folder: bool) -> Iterator[ObjectStore]:
+    """Open an empty store, in a temporary folder or on an S3 server that lives as long as this context."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if in_folder:
@@ -184,19 +192,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", action="store_true", help="into a folder instead of a real S3 server")
+    parser.add_argument("--folder", action="store_true", help="store in a folder instead of a real S3 server")
     options = parser.parse_args()
     with open_store(options.folder) as store, tempfile.TemporaryDirectory() as scratch:
-        learner = learner_of(options.megabytes, Path(scratch))
+        learner = build_learner(options.megabytes, Path(scratch))
         files = learner.snapshot()(Path(scratch) / "size")
         megabytes = sum(file.stat().st_size for file in files) / 1e6
         rounds = [measure(learner, store, plain_first=bool(number % 2)) for number in range(options.rounds)]
     print(f"{megabytes:.0f} MB in {len(files)} files, {'a folder' if options.folder else 'S3'}, {options.rounds} rounds")
-    print(f"{'':<10} {'seconds':>9} {'MB/s':>7} {'plain MB/s':>11} {'of plain':>9}")
+    print(f"{'median':<10} {'seconds':>9} {'MB/s':>7} {'plain MB/s':>11} {'of plain':>9}")
     for name, plain in (("save", "plain_put"), ("fetch", "plain_get"), ("load", "plain_get")):
-        ours, theirs = (statistics.median(getattr(each, which) for each in rounds) for which in (name, plain))
+        own_s, plain_s = (statistics.median(getattr(each, step) for each in rounds) for step in (name, plain))
         ratio = statistics.median(getattr(each, plain) / getattr(each, name) for each in rounds)
-        print(f"{name:<10} {ours:>9.2f} {megabytes / ours:>7.0f} {megabytes / theirs:>11.0f} {ratio:>9.2f}")
+        print(f"{name:<10} {own_s:>9.2f} {megabytes / own_s:>7.0f} {megabytes / plain_s:>11.0f} {ratio:>9.2f}")
     blocked = statistics.median(each.blocked for each in rounds)
     share = statistics.median(each.blocked / each.save for each in rounds)
     print(f"trainer blocked {1000 * blocked:.0f} ms, {share:.1%} of a save")

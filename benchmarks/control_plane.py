@@ -1,10 +1,11 @@
-"""What one iteration of the quickstart costs beside the model work: Prefect, Ray, store, commit and tracking.
+"""Overhead of one iteration of the quickstart beyond its model work: Prefect, Ray, store, commit and tracking.
 
-    python benchmarks/control_plane.py [--iterations 12] [--threads 2]
+    python -m benchmarks.control_plane [--iterations 12] [--threads 2]
 
-Runs `roll run`, then repeats the same iterations in this process as model work alone (no Ray, Prefect, store, MLflow), then
-times no-op tasks of both kinds against an embedded Prefect server. Prints, in milliseconds per iteration, median and p90 of:
-the iteration from commit to commit, its model work, the difference by where it arises, and Prefect's share of it.
+Needs a CPU only. Runs `roll run`, then repeats the same iterations in this process as model work alone (without Ray,
+Prefect, store and MLflow), then times no-op tasks of both kinds against an embedded Prefect server. Prints median and p90,
+in milliseconds per iteration, of: the iteration from commit to commit, its model work, the difference by stage, and
+Prefect's part of it.
 """
 
 import argparse
@@ -16,46 +17,46 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from in_process import ModelWork, replay_model_work
-from roll_runs import WARM_UP, TimedIteration, machine_load, only_at_the_end, run_quickstart, timed_iterations
 
+from benchmarks.in_process import ModelWork, replay_model_work
+from benchmarks.roll_runs import WARM_UP, TimedIteration, machine_load, only_at_the_end, run_quickstart, timed_iterations
 from flows.prefect_server import prefect_api
 from roll_core.config.operations.services import RetriesConfig
 from roll_core.reporting.stage_log import StageLog
 from roll_core.types.manifest import Receipt
 
 TARGET_MS = 500.0
-"""Most that one iteration may cost beside the model work."""
+"""Most milliseconds that one iteration may take beyond its model work."""
 NO_OP_ITERATIONS = 25
 PURE_TASKS, STATE_CHANGING_TASKS = 2, 3
-"""Tasks of an iteration that neither evaluates nor writes a checkpoint: collect, prepare; update, publish, commit."""
+"""Number of tasks, by kind, of an iteration without evaluation and checkpoint: collect, prepare; update, publish, commit."""
 
 NO_SERVICES = SimpleNamespace(
     config=SimpleNamespace(retries=RetriesConfig()), stage_log=StageLog(Path(tempfile.mkdtemp(prefix="roll-stages-")))
 )
-"""What a task that asks nobody needs of a leg's services."""
+"""Stand-in for a leg's services; a no-op task needs retries and the stage log only."""
 
 Rows = dict[str, list[float]]
-"""Milliseconds, one number an iteration (or a task), by what they are."""
+"""Milliseconds of each iteration (or of each task), by the label of the printed row."""
 
 
 def overhead_rows(timed: Sequence[TimedIteration], work: Sequence[ModelWork]) -> Rows:
-    """An iteration, its model work, and what is left, by where it arises: the indented rows, summed within an iteration."""
+    """Milliseconds of the iteration, its model work, and the difference. Indented rows split the difference by stage."""
     pairs = list(zip(timed, work, strict=True))
     return {
         "iteration, commit to commit": [1000 * t.seconds for t, _ in pairs],
         "model work": [1000 * w.total for _, w in pairs],
         "outside model work": [1000 * (t.seconds - w.total) for t, w in pairs],
-        "  collect, beside its model work": _beside(pairs, "collect", lambda w: w.collect),
-        "  prepare, beside its model work": _beside(pairs, "prepare", lambda w: w.prepare),
-        "  update, beside its model work": _beside(pairs, "update", lambda w: w.update),
-        "  publish, beside its model work": _beside(pairs, "publish", lambda w: w.publish),
+        "  collect, beyond its model work": _beyond_model_work(pairs, "collect", lambda w: w.collect),
+        "  prepare, beyond its model work": _beyond_model_work(pairs, "prepare", lambda w: w.prepare),
+        "  update, beyond its model work": _beyond_model_work(pairs, "update", lambda w: w.update),
+        "  publish, beyond its model work": _beyond_model_work(pairs, "publish", lambda w: w.publish),
         "  between stages": [1000 * _between_stages(t) for t, _ in pairs],
         "  writing the manifest": [1000 * t.commit_seconds for t, _ in pairs],
     }
 
 
-def _beside(
+def _beyond_model_work(
     pairs: Sequence[tuple[TimedIteration, ModelWork]], stage: str, model_work: Callable[[ModelWork], float]
 ) -> list[float]:
     return [1000 * (t.manifest.timings[stage] - model_work(w)) for t, w in pairs]
@@ -67,9 +68,9 @@ def _between_stages(iteration: TimedIteration) -> float:
 
 
 def prefect_rows(folder: Path) -> Rows:
-    """No-op tasks of both kinds, as a leg runs its stages, and what an iteration's tasks cost at that price."""
+    """Milliseconds of no-op tasks of both kinds, run as a leg runs its stages, and of all tasks of an iteration."""
     with prefect_api(folder):
-        # Prefect reads its settings when it is imported, so only now.
+        # Prefect reads its settings on import, so import it only when the server is up.
         from prefect import flow
 
         from tasks.durability import pure, state_changing
@@ -97,7 +98,7 @@ def no_op(number: int, services: SimpleNamespace) -> Receipt:  # noqa: ARG001
 
 
 def call_times(task: Callable[[int, SimpleNamespace], Receipt], count: int, round_number: int) -> list[float]:
-    """Milliseconds of each call; every call has an input of its own, so that none is answered from the cache."""
+    """Milliseconds of each call. Every call has its own input, so that none returns a cached result."""
     milliseconds = []
     for number in range(count * round_number, count * (round_number + 1)):
         start = time.perf_counter()
@@ -115,6 +116,7 @@ def print_rows(title: str, rows: Rows) -> None:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
+    """Run the quickstart, repeat its model work, time Prefect, and print all tables."""
     load_before = machine_load()
     threads = f"cluster.threads_per_device={options.threads}"
     run = run_quickstart(folder, [*only_at_the_end(options.iterations), threads])
@@ -126,9 +128,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
         f"Timed: {len(timed)} of {options.iterations} iterations; the first {WARM_UP} (warm-up) and the last (evaluation and"
     )
     print("checkpoint) are left out. Model work: the same iterations again in one process, with no other part of the system")
-    print(
-        "running. A stage beside its model work: Ray, serialization, store, and what other processes took of the cores; the"
-    )
+    print("running. A stage beyond its model work: Ray, serialization, store, and core time that other processes took. The")
     print("two were measured one after the other, so a change in the machine's load is in the difference.")
     print(f"Before: {load_before}; after: {machine_load()}.\n")
     print_rows("milliseconds per iteration", overhead)

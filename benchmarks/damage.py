@@ -1,12 +1,13 @@
-"""Damages a store one object at a time and reads everything back: is damage noticed, and is it ever loaded?
+"""Share of damaged store objects that a run detects, and whether damaged data is ever loaded.
 
     python -m benchmarks.damage [--damages 1000] [--seed 0] [--s3]
 
-Writes a few runs (configs, manifests, trajectories as Parquet, checkpoint files small and large) into a folder, or with --s3
-into a real S3 server started for the purpose. Each time one object is chosen at random and gets a flipped bit, is cut, is
-deleted, or changes places with another; then everything is read through the functions a run uses. Prints, by kind of object
-and of damage, how often that was detected (an error that names the object), harmless (and why), or loaded silently. Exits
-with 1 if anything was loaded silently, or failed without a sentence that names the object.
+Needs a CPU; with --s3 also the packages of `make setup-test`. Writes a few runs (configs, manifests, trajectories as
+Parquet, checkpoint files small and large) into a folder, or with --s3 into a real S3 server started here. Then, many times:
+damages one random object (a flipped bit, truncation, deletion, or a swap with another object), reads everything through the
+functions that a run uses, and repairs the object. Prints, by kind of object and of damage, how often the damage was detected
+(an error names the object), harmless (and why), or loaded silently. Exits with 1 if anything was loaded silently, or failed
+without an error sentence that names the object. `tests/contracts/test_damage.py` runs a small version.
 """
 
 import argparse
@@ -35,10 +36,12 @@ from roll_core.types.trajectory import Ending, Score, Trajectory, Turn
 
 CHECKPOINT_EVERY = 4
 LARGE_FILE = PART_SIZE + 2**20
-"""One checkpoint has a file of two parts, so that what is read in parts is damaged too."""
+"""Bytes of the largest checkpoint file: two parts of a multi-part read, so that such reads meet damage too."""
 
 
 class Damage(StrEnum):
+    """Change to the bytes of one object, or of two."""
+
     FLIP = "flipped bit"
     CUT = "cut"
     DELETE = "deleted"
@@ -46,11 +49,13 @@ class Damage(StrEnum):
 
 
 class Outcome(StrEnum):
+    """Result of reading a damaged store; the value is printed."""
+
     DETECTED = "detected"
     REDONE = "harmless: the newest iteration is done again, or an older checkpoint loaded"
-    SAME = "harmless: what is read is the same"
+    SAME = "harmless: the data read is the same"
     NOT_NAMED = "detected, but the error does not name the object"
-    CRASHED = "an error that is no sentence"
+    CRASHED = "an exception without an error sentence"
     SILENT = "loaded silently"
 
 
@@ -59,7 +64,7 @@ ACCEPTED = {Outcome.DETECTED, Outcome.REDONE, Outcome.SAME}
 
 @dataclass(frozen=True)
 class Stored:
-    """The runs of a store as they were written, and the names of all objects they consist of."""
+    """Runs of a store as they were written, and the names of all their objects."""
 
     runs: tuple[RunRef, ...]
     configs: dict[str, RunConfig]
@@ -73,17 +78,22 @@ class Stored:
 
 
 @dataclass
-class Seen:
-    """What reading a whole store gave: sentences, crashes, and whatever differs from what was written."""
+class Findings:
+    """Result of reading a whole store: errors, crashes, and differences from what was written. Empty if undamaged."""
 
     errors: list[str] = field(default_factory=list)
+    """Messages of `RollError`s."""
     crashes: list[str] = field(default_factory=list)
+    """Exceptions of any other type."""
     differences: list[str] = field(default_factory=list)
+    """Labels of data that was read without an error, but differs."""
     shortened_runs: set[str] = field(default_factory=set)
+    """Runs whose newest manifest was not found."""
     runs_with_fewer_checkpoints: set[str] = field(default_factory=set)
 
 
 def write_runs(store: ObjectStore, scratch: Path, num_runs: int, num_iterations: int, large_file: int) -> Stored:
+    """Write runs with a checkpoint every `CHECKPOINT_EVERY` iterations; the first one has a file of `large_file` bytes."""
     rng = random.Random(0)
     refs: list[RunRef] = []
     configs: dict[str, RunConfig] = {}
@@ -113,7 +123,7 @@ def write_runs(store: ObjectStore, scratch: Path, num_runs: int, num_iterations:
 def try_damages(
     store: ObjectStore, stored: Stored, scratch: Path, count: int, seed: int
 ) -> Counter[tuple[str, Damage, Outcome]]:
-    """Damage, read everything, repair; `count` times. Counts outcomes by kind of object and of damage."""
+    """Damage, read everything and repair, `count` times. Return the number of outcomes by kind of object and of damage."""
     rng = random.Random(seed)
     outcomes: Counter[tuple[str, Damage, Outcome]] = Counter()
     for _ in range(count):
@@ -125,14 +135,14 @@ def try_damages(
         for damaged, data in damaged_bytes(originals, damage, rng).items():
             replace(store, damaged, data)
         outcome = judge(read_everything(store, stored, scratch), set(originals), damage, stored)
-        outcomes[kind_of(name), damage, outcome] += 1
+        outcomes[object_kind(name), damage, outcome] += 1
         for original, data in originals.items():
             replace(store, original, data)
     return outcomes
 
 
 def damaged_bytes(originals: dict[str, bytes], damage: Damage, rng: random.Random) -> dict[str, bytes | None]:
-    """What to put in the place of the originals; None is nothing."""
+    """New bytes of each original object; None deletes it."""
     (name, data), *others = originals.items()
     match damage:
         case Damage.FLIP:
@@ -147,40 +157,49 @@ def damaged_bytes(originals: dict[str, bytes], damage: Damage, rng: random.Rando
             return {name: other_data, other: data}
 
 
-def read_everything(store: ObjectStore, stored: Stored, scratch: Path) -> Seen:
-    """Through the functions a run uses: by the run's name and by its ref, the chain, every artifact as bytes or as files."""
-    seen = Seen()
+def read_everything(store: ObjectStore, stored: Stored, scratch: Path) -> Findings:
+    """Read all runs through the functions that a run uses, and compare with what was written.
+
+    Reads the config by the run's name and by its ref, the chain, checkpoint records, and every artifact as bytes or files.
+    """
+    found = Findings()
     for run in stored.runs:
         chain = stored.chains[run.run_id]
-        _read(seen, lambda run=run: read_config(find_run(store, run.run_id)), stored.configs[run.run_id], run.run_id)
-        _read(seen, lambda run=run: read_config(run), stored.configs[run.run_id], run.run_id)
-        _read_chain(seen, store, run.run_id, chain)
-        _read_checkpoint_records(seen, store, run.run_id, stored)
+        _read(found, lambda run=run: read_config(find_run(store, run.run_id)), stored.configs[run.run_id], run.run_id)
+        _read(found, lambda run=run: read_config(run), stored.configs[run.run_id], run.run_id)
+        _read_chain(found, store, run.run_id, chain)
+        _read_checkpoint_records(found, store, run.run_id, stored)
         for manifest in chain:
             for ref in manifest.artifacts:
-                _read(seen, lambda ref=ref: digest_of(store.get(ref)), ref.digest, ref.digest)
+                _read(found, lambda ref=ref: digest_of(store.get(ref)), ref.digest, ref.digest)
         for checkpoint in stored.checkpoints[run.run_id]:
-            _read_checkpoint(seen, store, checkpoint, scratch / "restored")
-    return seen
+            _read_checkpoint(found, store, checkpoint, scratch / "restored")
+    return found
 
 
-def judge(seen: Seen, damaged: set[str], damage: Damage, stored: Stored) -> Outcome:
-    if seen.crashes:
+def judge(found: Findings, damaged: set[str], damage: Damage, stored: Stored) -> Outcome:
+    """Outcome of reading a store in which the objects `damaged` were damaged.
+
+    Two deletions are harmless. Without its newest manifest a run repeats that iteration. Without a checkpoint record it
+    resumes from an older checkpoint.
+    """
+    if found.crashes:
         return Outcome.CRASHED
     newest_deleted = damage is Damage.DELETE and damaged <= stored.newest_manifests
     record_deleted = damage is Damage.DELETE and all("/checkpoints/" in name for name in damaged)
-    if seen.differences or (seen.shortened_runs and not newest_deleted):
+    if found.differences or (found.shortened_runs and not newest_deleted):
         return Outcome.SILENT
-    if seen.runs_with_fewer_checkpoints and not (record_deleted or newest_deleted):
+    if found.runs_with_fewer_checkpoints and not (record_deleted or newest_deleted):
         return Outcome.SILENT
-    if seen.shortened_runs or seen.runs_with_fewer_checkpoints:
+    if found.shortened_runs or found.runs_with_fewer_checkpoints:
         return Outcome.REDONE
-    if not seen.errors:
+    if not found.errors:
         return Outcome.SAME
-    return Outcome.DETECTED if any(name in error for name in damaged for error in seen.errors) else Outcome.NOT_NAMED
+    return Outcome.DETECTED if any(name in error for name in damaged for error in found.errors) else Outcome.NOT_NAMED
 
 
-def kind_of(name: str) -> str:
+def object_kind(name: str) -> str:
+    """Kind of an object, as printed in the table."""
     if name.startswith("objects/"):
         return "artifact"
     if name.endswith("/config.json"):
@@ -189,57 +208,58 @@ def kind_of(name: str) -> str:
 
 
 def replace(store: ObjectStore, name: str, data: bytes | None) -> None:
+    """Overwrite an object, or delete it if `data` is None."""
     store.delete(name)
     if data is not None:
         store.create(name, data)
 
 
-def _read(seen: Seen, read: Callable[[], object], expected: object, label: str) -> None:
+def _read(found: Findings, read: Callable[[], object], expected: object, label: str) -> None:
     try:
         if read() != expected:
-            seen.differences.append(label)
+            found.differences.append(label)
     except RollError as error:
-        seen.errors.append(str(error))
-    except Exception as error:  # noqa: BLE001  whatever it is, it is not a sentence about a damaged object
-        seen.crashes.append(f"{label}: {error!r}")
+        found.errors.append(str(error))
+    except Exception as error:  # noqa: BLE001  any other exception is a crash, not an error sentence
+        found.crashes.append(f"{label}: {error!r}")
 
 
-def _read_chain(seen: Seen, store: ObjectStore, run_id: str, written: list[Manifest]) -> None:
+def _read_chain(found: Findings, store: ObjectStore, run_id: str, written: list[Manifest]) -> None:
     def read() -> list[Manifest]:
         chain = read_chain(store, run_id)
         if chain == written[:-1]:
-            seen.shortened_runs.add(run_id)
+            found.shortened_runs.add(run_id)
             return written
         return chain
 
-    _read(seen, read, written, run_id)
+    _read(found, read, written, run_id)
 
 
-def _read_checkpoint_records(seen: Seen, store: ObjectStore, run_id: str, stored: Stored) -> None:
+def _read_checkpoint_records(found: Findings, store: ObjectStore, run_id: str, stored: Stored) -> None:
     written = stored.checkpoints[run_id]
 
     def read() -> list[CheckpointRef]:
-        found = checkpoints_of(store, stored.chains[run_id])
-        if len(found) < len(written) and all(checkpoint in written for checkpoint in found):
-            seen.runs_with_fewer_checkpoints.add(run_id)
+        recorded = checkpoints_of(store, stored.chains[run_id])
+        if len(recorded) < len(written) and all(checkpoint in written for checkpoint in recorded):
+            found.runs_with_fewer_checkpoints.add(run_id)
             return written
-        return found
+        return recorded
 
-    _read(seen, read, written, f"checkpoints of {run_id}")
+    _read(found, read, written, f"checkpoints of {run_id}")
 
 
-def _read_checkpoint(seen: Seen, store: ObjectStore, checkpoint: CheckpointRef, folder: Path) -> None:
+def _read_checkpoint(found: Findings, store: ObjectStore, checkpoint: CheckpointRef, folder: Path) -> None:
     def read() -> list[str]:
         download_files(store, checkpoint, folder)
         return [digest_of((folder / file.name).read_bytes()) for file in checkpoint.files]
 
     for file in checkpoint.files:
         (folder / file.name).unlink(missing_ok=True)
-    _read(seen, read, [file.artifact.digest for file in checkpoint.files], "checkpoint")
+    _read(found, read, [file.artifact.digest for file in checkpoint.files], "checkpoint")
 
 
 def _manifest(store: ObjectStore, run: RunRef, chain: list[Manifest], rng: random.Random) -> Manifest:
-    """An iteration with everything one can have: rollouts, and now and then an evaluation."""
+    """Build the next manifest with rollouts and a trace; every `CHECKPOINT_EVERY` iterations with an evaluation."""
     iteration, due = len(chain), len(chain) % CHECKPOINT_EVERY == 0
     parent = record_digest(chain[-1]) if chain else NO_PARENT
     request = CollectRequest(
@@ -335,14 +355,14 @@ def print_table(outcomes: Counter[tuple[str, Damage, Outcome]]) -> None:
         print(f"{kind:<18} {damage:<12} {outcome:<76} {times:>5}")
     print()
     for outcome in Outcome:
-        print(f"{outcome:<76} {sum(times for (_, _, found), times in outcomes.items() if found is outcome):>5}")
+        print(f"{outcome:<76} {sum(times for (_, _, each), times in outcomes.items() if each is outcome):>5}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--damages", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--s3", action="store_true", help="in a bucket of a real S3 server instead of a folder")
+    parser.add_argument("--s3", action="store_true", help="store on a real S3 server instead of in a folder")
     options = parser.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -356,10 +376,10 @@ def main() -> int:
         store = ObjectStore(uri)
         stored = write_runs(store, folder, num_runs=3, num_iterations=8, large_file=LARGE_FILE)
         undamaged = read_everything(store, stored, folder)
-        assert undamaged == Seen(), undamaged
+        assert undamaged == Findings(), undamaged
         print(f"{options.damages} damages to {len(stored.names)} objects of {len(stored.runs)} runs in {uri}\n")
         outcomes = try_damages(store, stored, folder, options.damages, options.seed)
-        assert read_everything(store, stored, folder) == Seen()
+        assert read_everything(store, stored, folder) == Findings()
     print_table(outcomes)
     return 0 if {outcome for _, _, outcome in outcomes} <= ACCEPTED else 1
 

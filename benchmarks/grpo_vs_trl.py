@@ -1,12 +1,12 @@
-"""GRPO by this system and by TRL's GRPOTrainer, side by side on one config: how fast, and how good the policy gets.
+"""Speed and accuracy of GRPO by roll and by TRL's GRPOTrainer on the same config.
 
-    python benchmarks/grpo_vs_trl.py [CONFIG] [--engine torch] [--engine vllm] [--iterations 40] [--seed 0] [--set KEY=VALUE]
+    python -m benchmarks.grpo_vs_trl [CONFIG] [--engine torch] [--engine vllm] [--iterations 40] [--seed 0] [--set KEY=VALUE]
 
-Needs `pip install 'trl==1.16.*'`. Runs `roll run` of CONFIG (default: the quickstart; everything on: Prefect, Ray, store,
-MLflow) once with each engine, then TRL from the policy of iteration 0, each in its own process, never at the same time. On
-a CPU TRL generates with transformers; where CONFIG says `cluster.device: cuda`, with vLLM on the trainer's GPU. Prints for
-all: seconds per iteration (median, mean), generated tokens per second, rewards, held-out greedy accuracy by the same
-evaluation, where the time went, and the ratios.
+Needs TRL (`make setup-bench`), and a GPU if CONFIG says `cluster.device: cuda`. Runs `roll run` of CONFIG (default: the
+quickstart) once per engine with everything on: Prefect, Ray, store, MLflow. Then runs TRL from the policy of iteration 0.
+Each runs in its own process, one after another. TRL generates with transformers on a CPU, and with vLLM on the trainer's
+GPU. Prints for each side: seconds per iteration (median, mean), generated tokens per second, rewards, held-out greedy
+accuracy by the same evaluation, seconds by stage, and the ratios.
 """
 
 import argparse
@@ -19,12 +19,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from in_process import checkpoint_at, held_out_accuracy, open_learner
-from roll_runs import QUICKSTART, WARM_UP, FinishedRun, machine_load, only_at_the_end, run_config, timed_iterations
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
-from trl_grpo import TrlIteration
 
+from benchmarks.in_process import checkpoint_at, held_out_accuracy, open_learner
+from benchmarks.roll_runs import (
+    QUICKSTART,
+    REPOSITORY,
+    WARM_UP,
+    FinishedRun,
+    machine_load,
+    only_at_the_end,
+    run_config,
+    timed_iterations,
+)
+from benchmarks.trl_grpo import TrlIteration
 from roll_core.config.algorithm.policy_update import Aggregation
 from roll_core.config.load import load_config
 from roll_core.config.model import PretrainedModel
@@ -34,12 +43,12 @@ from roll_core.reporting.report import stage_seconds
 from roll_core.types.manifest import Manifest
 
 AT_THE_END = 3
-"""Timed iterations whose rewards are those at the end."""
+"""Number of timed iterations whose mean reward is reported as the reward at the end."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One system's numbers over the timed iterations."""
+    """Numbers of roll or of TRL over the timed iterations."""
 
     name: str
     seconds: list[float]
@@ -47,7 +56,7 @@ class Side:
     rewards: list[float]
     accuracy: float
     parts: dict[str, float]
-    """Mean seconds per iteration by what they went to."""
+    """Mean seconds per iteration, by stage."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -55,6 +64,7 @@ class Side:
 
 
 def roll_side(run: FinishedRun) -> Side:
+    """Numbers of a finished run, from its manifests and its last checkpoint."""
     timed = timed_iterations(run.chain)
     stages = [stage_seconds(iteration.manifest) | {"commit": iteration.commit_seconds} for iteration in timed]
     return Side(
@@ -73,6 +83,7 @@ def roll_side(run: FinishedRun) -> Side:
 
 
 def trl_side(config: RunConfig, iterations: Sequence[TrlIteration], trained: Path) -> Side:
+    """Numbers of TRL, from its iterations and the folder of its trained policy."""
     timed = iterations[WARM_UP:-1]
     model = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32)
     return Side(
@@ -89,10 +100,12 @@ def trl_side(config: RunConfig, iterations: Sequence[TrlIteration], trained: Pat
 
 
 def accuracy_at(run: FinishedRun, iteration: int) -> float:
+    """Held-out accuracy of the checkpoint after an iteration."""
     return held_out_accuracy(run.config, dict(open_learner(run, checkpoint_at(run, iteration)).weights()))
 
 
 def run_roll(options: argparse.Namespace, engine: str, folder: Path) -> FinishedRun:
+    """Run the config with one engine, with its data in `folder`."""
     folder.mkdir()
     overrides = [
         *only_at_the_end(options.iterations),
@@ -102,29 +115,29 @@ def run_roll(options: argparse.Namespace, engine: str, folder: Path) -> Finished
     ]
     config = load_config(options.config, overrides)
     check_comparable(config)
-    if isinstance(config.model, PretrainedModel):  # as seen from here, not from the folder of the run
+    if isinstance(config.model, PretrainedModel):  # the resolved path: a relative one would start at the run's folder
         overrides.append(f"model.path={config.model.path}")
     return run_config(options.config, folder, overrides)
 
 
 def run_trl(run: FinishedRun, micro_batch: int | None, folder: Path) -> list[TrlIteration]:
-    """TRL in a process of its own, from the policy of the run's iteration 0."""
+    """Run TRL in its own process, from the policy of the run's iteration 0."""
     folder.mkdir()
     (folder / "config.json").write_text(run.config.model_dump_json())
     write_folder(run.config.model, open_learner(run, checkpoint_at(run, 0)).weights(), folder / "model")
-    command = [sys.executable, str(Path(__file__).with_name("trl_grpo.py")), str(folder)]
+    command = [sys.executable, "-m", "benchmarks.trl_grpo", str(folder)]
     if micro_batch is not None:
         command += ["--micro-batch", str(micro_batch)]
     log = folder / "trl.log"
     with open(log, "wb") as output:
-        ended = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
+        ended = subprocess.run(command, cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT, check=False)
     if ended.returncode:
         sys.exit(f"TRL ended with {ended.returncode}:\n{log.read_text()[-2000:]}")
     return [TrlIteration.model_validate_json(line) for line in (folder / "iterations.jsonl").read_text().splitlines()]
 
 
 def check_comparable(config: RunConfig) -> None:
-    """Refuse what the TRL side does not repeat; a comparison of different work says nothing."""
+    """Exit if the config has a setting that the TRL side cannot repeat: the two would do different work."""
     needed = {
         "algorithm.kind=grpo": config.algorithm.kind == "grpo",
         "algorithm.aggregation=token_mean": config.algorithm.aggregation is Aggregation.TOKEN_MEAN,
@@ -154,8 +167,9 @@ def print_header(config: RunConfig, num_timed: int, loads: dict[str, str]) -> No
     print()
 
 
-def print_table(ours: Sequence[Side], theirs: Side, before: float) -> None:
-    sides = [*ours, theirs]
+def print_table(roll_sides: Sequence[Side], trl: Side, before: float) -> None:
+    """Print all numbers; `before` is the held-out accuracy of iteration 0."""
+    sides = [*roll_sides, trl]
     rows = [
         ("s/iteration, median", [statistics.median(side.seconds) for side in sides], ".3f"),
         ("s/iteration, mean", [statistics.mean(side.seconds) for side in sides], ".3f"),
@@ -168,8 +182,8 @@ def print_table(ours: Sequence[Side], theirs: Side, before: float) -> None:
     print(f"{'':<32}" + "".join(f"{side.name:>14}" for side in sides))
     for label, values, form in rows:
         print(f"{label:<32}" + "".join(f"{value:>14{form}}" for value in values))
-    for side in ours:
-        ratio = statistics.median(theirs.seconds) / statistics.median(side.seconds)
+    for side in roll_sides:
+        ratio = statistics.median(trl.seconds) / statistics.median(side.seconds)
         print(f"{side.name}: {ratio:.2f} times as fast as TRL, by the median iteration")
     for side in sides:
         parts = ", ".join(f"{part} {1000 * seconds:.0f}" for part, seconds in side.parts.items())
@@ -182,6 +196,7 @@ def _num_tokens(manifest: Manifest) -> int:
 
 
 def compare(options: argparse.Namespace, folder: Path) -> None:
+    """Run both sides and print their table."""
     loads, runs = {"before": machine_load()}, []
     for engine in options.engines or ["torch"]:
         runs.append(run_roll(options, engine, folder / engine))
@@ -190,16 +205,18 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
     loads["after TRL"] = machine_load()
     config = runs[0].config
     torch.set_num_threads(config.cluster.threads_per_device)
-    ours = [roll_side(run) for run in runs]
-    theirs = trl_side(config, iterations, folder / "trl" / "trained")
-    print_header(config, len(theirs.seconds), loads)
-    print_table(ours, theirs, accuracy_at(runs[0], 0))
+    roll_sides = [roll_side(run) for run in runs]
+    trl = trl_side(config, iterations, folder / "trl" / "trained")
+    print_header(config, len(trl.seconds), loads)
+    print_table(roll_sides, trl, accuracy_at(runs[0], 0))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path, nargs="?", default=QUICKSTART, metavar="CONFIG")
-    parser.add_argument("--engine", dest="engines", action="append", choices=["torch", "vllm"], help="ours; default: torch")
+    parser.add_argument(
+        "--engine", dest="engines", action="append", choices=["torch", "vllm"], help="engine of roll; default: torch"
+    )
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trl-micro-batch", type=int, help="sequences TRL trains on at once; default: all of an iteration")

@@ -1,7 +1,7 @@
-"""The policy of a finished run in this process, without Ray, Prefect, MLflow or a store to write to.
+"""Policy of a finished run in this process, without Ray, Prefect, MLflow or writes to a store. Not a program.
 
-The benchmarks beside this file use it to take weights out of a checkpoint, to grade any weights with the system's own
-evaluation, and to repeat iterations as the model work alone.
+Other benchmarks use it to read weights from a checkpoint, to evaluate any weights as a run does, and to repeat iterations as
+model work alone.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from roll_runs import FinishedRun
 from torch import Tensor
 
+from benchmarks.roll_runs import FinishedRun
 from roll_core.config.rollout import InFlightPolicy
 from roll_core.config.run import RunConfig
 from roll_core.inference.base import WeightsUpdate, adopt
@@ -34,13 +34,13 @@ from roll_core.types.refs import CheckpointRef
 Weights = dict[str, Tensor]
 """Tensors by Hugging Face name."""
 
-# One process is what is wanted here; torch.distributed.checkpoint warns of it at every load.
+# One process is intended here; torch.distributed.checkpoint warns about it at every load.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 @dataclass(frozen=True)
 class ModelWork:
-    """Seconds of one iteration's stages when nothing but the model work is done."""
+    """Seconds of the stages of one iteration without anything but the model work."""
 
     collect: float
     prepare: float
@@ -53,12 +53,13 @@ class ModelWork:
 
 
 def checkpoint_at(run: FinishedRun, iteration: int) -> CheckpointRef:
+    """Checkpoint of a run after an iteration."""
     (checkpoint,) = (c for c in checkpoints_of(run.store, run.chain) if c.iteration == iteration)
     return checkpoint
 
 
 def open_learner(run: FinishedRun, checkpoint: CheckpointRef) -> Learner:
-    """What a trainer rank learns with, continued from a checkpoint in the store."""
+    """Build the learner of a trainer rank and load a checkpoint from the store."""
     learner = Learner(run.config, rank=0, device=torch.device("cpu"))
     with tempfile.TemporaryDirectory() as folder:
         download_files(run.store, checkpoint, Path(folder))
@@ -67,7 +68,7 @@ def open_learner(run: FinishedRun, checkpoint: CheckpointRef) -> Learner:
 
 
 def held_out_accuracy(config: RunConfig, weights: Weights) -> float:
-    """Greedy accuracy on the config's held-out problems: the evaluation a run does, whoever trained the weights."""
+    """Greedy accuracy of any weights on the config's held-out problems, by the evaluation of a run."""
     return asyncio.run(_held_out_accuracy(config, weights))
 
 
@@ -79,7 +80,7 @@ async def _held_out_accuracy(config: RunConfig, weights: Weights) -> float:
 
 
 def replay_model_work(run: FinishedRun, manifests: Iterable[Manifest]) -> list[ModelWork]:
-    """Iterations again from the warm-started policy: the same problems, seeds, batches and updates, in one process."""
+    """Repeat iterations in one process from the checkpoint of iteration 0: the same problems, seeds, batches and updates."""
     return asyncio.run(_replay(run, manifests))
 
 
@@ -99,6 +100,8 @@ async def _replay(run: FinishedRun, manifests: Iterable[Manifest]) -> list[Model
 
 @dataclass(frozen=True)
 class _Loop:
+    """Training loop in one process."""
+
     config: RunConfig
     learner: Learner
     engine: TorchEngine

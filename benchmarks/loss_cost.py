@@ -1,11 +1,11 @@
-"""What advantages and loss cost beside the model: their share of an update of the quickstart's model, and how often
-logits of a whole micro-batch exist.
+"""Cost of advantages and loss as a share of an update, and the number of logits tensors that an update allocates.
 
-    python benchmarks/loss_cost.py [--only grpo,ppo] [--repeats 20]
+    python -m benchmarks.loss_cost [--only grpo,ppo] [--repeats 20]
 
-For every algorithm of the catalogue, on 512 random trajectories of the quickstart: the time (the least of the repeats,
-which other work disturbed least) of assigning credit, of the loss and its gradient (with respect to logprobs, so without
-the model), and of the whole update. Then the [tokens, vocabulary] tensors that one forward and one backward pass allocate.
+Needs a CPU only. Times every algorithm of the catalogue on 512 random trajectories and the model of the quickstart: credit
+assignment, the loss with its gradient with respect to logprobs (without the model), and the whole update. Prints the fastest
+of the repeats, which other processes disturbed least. Then counts the [tokens, vocabulary] tensors that one forward and one
+backward pass allocate.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from roll_runs import QUICKSTART, machine_load
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.roll_runs import QUICKSTART, machine_load
 from roll_core.algorithms.catalog import TABLE, build_algorithm
 from roll_core.algorithms.credit import CreditState, assign_credit
 from roll_core.batching.micro_batch import MicroBatch
@@ -35,15 +35,17 @@ from roll_core.training.torch.trainable import TorchSettings
 from roll_core.types.trajectory import GREEDY_ATTEMPT, Ending, Score, Trajectory, Turn
 
 LEFT_OUT = {"distillation": "its teacher is another run"}
+"""Algorithms that are not measured, and why."""
 
 
-def trajectories(config: RunConfig) -> list[Trajectory]:
+def random_trajectories(config: RunConfig) -> list[Trajectory]:
+    """Trajectories of one iteration of the config, with random tokens and scores."""
     rng = random.Random(0)
     attempts = [*range(config.rollout.group_size), *([GREEDY_ATTEMPT] if config.algorithm.samples_greedily else [])]
-    return [_trajectory(rng, group, attempt) for group in range(config.rollout.num_groups) for attempt in attempts]
+    return [_random_trajectory(rng, group, attempt) for group in range(config.rollout.num_groups) for attempt in attempts]
 
 
-def _trajectory(rng: random.Random, group: int, attempt: int) -> Trajectory:
+def _random_trajectory(rng: random.Random, group: int, attempt: int) -> Trajectory:
     length = rng.randint(5, 8)
     prompt = tuple(random.Random(group).randrange(2, 60) for _ in range(6))
     completion = tuple(rng.randrange(2, 60) for _ in range(length))
@@ -52,7 +54,8 @@ def _trajectory(rng: random.Random, group: int, attempt: int) -> Trajectory:
     return Trajectory(f"sort/{group}", "sort", group, attempt, (turn,), Ending.STOP, score, None)
 
 
-def seconds(act: Callable[[], Any], repeats: int) -> float:
+def fastest(act: Callable[[], Any], repeats: int) -> float:
+    """Seconds of the fastest of several calls, after one call to warm up."""
     act()
     times = []
     for _ in range(repeats):
@@ -63,12 +66,12 @@ def seconds(act: Callable[[], Any], repeats: int) -> float:
 
 
 def measure(config: RunConfig, repeats: int) -> tuple[float, float, float]:
-    """Seconds of credit, of the losses of an iteration, and of its whole update."""
+    """Seconds of credit assignment, of all losses of an iteration, and of its whole update."""
     learner = Learner(config, rank=0, device=torch.device("cpu"))
-    attempts = trajectories(config)
-    prepared, inputs = learner.prepare(attempts, weights_version=0), build_batch(attempts).credit
+    trajectories = random_trajectories(config)
+    prepared, inputs = learner.prepare(trajectories, weights_version=0), build_batch(trajectories).credit
     if config.algorithm.has_critic:
-        inputs = learner._with_signals(build_batch(attempts))
+        inputs = learner._with_signals(build_batch(trajectories))
     algorithm = build_algorithm(config.algorithm, num_optimizer_steps=1, max_new_tokens=config.rollout.max_new_tokens)
     micro_batches = [micro_batch for step in prepared.steps for micro_batch in step]
 
@@ -83,12 +86,15 @@ def measure(config: RunConfig, repeats: int) -> tuple[float, float, float]:
         if config.algorithm.has_critic:
             learner.update_critic(prepared, 10**9)
 
-    credit = seconds(lambda: assign_credit(inputs, algorithm.credit, CreditState()), repeats)
-    return credit, seconds(losses, repeats), seconds(update, repeats)
+    credit = fastest(lambda: assign_credit(inputs, algorithm.credit, CreditState()), repeats)
+    return credit, fastest(losses, repeats), fastest(update, repeats)
 
 
-class LogitsCount(TorchDispatchMode):
-    """Counts fresh tensors of the vocabulary's width that hold a whole micro-batch, and the tokens of the largest."""
+class LogitsCounter(TorchDispatchMode):
+    """Counter of newly allocated tensors of the vocabulary's width.
+
+    `whole` counts those with all tokens of a micro-batch; `largest` is the number of tokens of the largest.
+    """
 
     def __init__(self, num_tokens: int):
         super().__init__()
@@ -108,12 +114,12 @@ class LogitsCount(TorchDispatchMode):
 
 
 def count_logits(config: RunConfig, micro_batch: MicroBatch, *, entropy: bool, full_kl: bool) -> str:
-    """[tokens, vocabulary] tensors of one forward and one backward pass over a micro-batch."""
+    """Count [tokens, vocabulary] tensors of one forward and one backward pass over a micro-batch; return a sentence."""
     settings = TorchSettings(config.training, config.seed, 1.0, torch.device("cpu"))
     backend = TorchBackend(config.model, settings)
     backend.build_frozen(Policy.REFERENCE, config.model)
     num_tokens = len(micro_batch.token_index_N)
-    with LogitsCount(num_tokens) as count, settings.autocast():
+    with LogitsCounter(num_tokens) as count, settings.autocast():
         scored = backend._scorer(micro_batch, backend._reference_states(micro_batch) if full_kl else None)
         loss = scored.logprobs_N.sum()
         if entropy:
@@ -122,12 +128,12 @@ def count_logits(config: RunConfig, micro_batch: MicroBatch, *, entropy: bool, f
             loss = loss + scored.divergences_N.sum()
     with count:
         loss.backward()
-    return f"whole {count.whole}, the largest has {count.largest} of {num_tokens} tokens"
+    return f"{count.whole} with all tokens, the largest has {count.largest} of {num_tokens}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="kinds, separated by commas")
+    parser.add_argument("--only", default="", help="algorithms to time, separated by commas; default: all")
     parser.add_argument("--repeats", type=int, default=20)
     options = parser.parse_args()
     torch.set_num_threads(2)
@@ -140,11 +146,11 @@ def main() -> None:
         credit, loss, update = measure(config, options.repeats)
         share = (credit + loss) / update
         print(f"{row.kind:20} {credit * 1e3:9.2f} {loss * 1e3:8.2f} {update * 1e3:10.1f}  {share:.2%}", flush=True)
-    print("[tokens, vocabulary] tensors made in forward and backward of a micro-batch:")
+    print("[tokens, vocabulary] tensors allocated by forward and backward pass of a micro-batch:")
     for precision in Precision:
         config = load_config(QUICKSTART, [f"training.precision={precision}"])
         learner = Learner(config, rank=0, device=torch.device("cpu"))
-        micro_batch = learner.prepare(trajectories(config), weights_version=0).steps[0][0]
+        micro_batch = learner.prepare(random_trajectories(config), weights_version=0).steps[0][0]
         for entropy, full_kl in ((False, False), (True, False), (True, True)):
             name = f"{precision}{', entropy bonus' if entropy else ''}{', full KL' if full_kl else ''}"
             print(f"  {name:35} {count_logits(config, micro_batch, entropy=entropy, full_kl=full_kl)}")

@@ -1,10 +1,11 @@
-"""How much memory a Hugging Face folder takes on its way into Megatron's models and out again, beside the models themselves.
+"""Peak memory of reading a Hugging Face folder into Megatron's model and writing it back, beyond the model itself.
 
-    python -m benchmarks.megatron_conversion --ranks 2 --layout tensor=2
+    python -m benchmarks.megatron_conversion [--model dense|mixture] [--ranks 2] [--layout tensor=2] [--shard-megabytes 300]
 
-Writes a folder of random weights in several shards; every rank reads its slices of it, then all write the folder again.
-Peaks are of resident memory (VmHWM), files that are mapped included, above what a rank has once its model is there, each
-number of it written. Linux only.
+Needs Linux, a CPU and megatron-core. Writes a folder of random weights in several shards. Every rank reads its slices, then
+all ranks write the folder again. A peak is resident memory (VmHWM), mapped files included, above what a rank has once all
+pages of its model are allocated. Prints peaks in MB and as a multiple of the largest shard, and asserts that the two folders
+are equal to the bit.
 """
 
 import argparse
@@ -33,8 +34,8 @@ MODELS = {
         **SIZES, hidden_size=512, head_dim=32, intermediate_size=1024, moe_intermediate_size=256, num_experts=32
     ),
 }
-MOST = 1.5
-"""Of the largest shard."""
+MAX_PEAK = 1.5
+"""Most memory beyond the model, as a multiple of the largest shard."""
 
 
 def main() -> None:
@@ -58,12 +59,13 @@ def main() -> None:
         for rank in range(options.ranks):
             peaks = json.loads((folder / f"peaks-{rank}.json").read_text())
             worst = max(worst, *(peak / largest for peak in peaks.values()))
-            print(f"rank {rank}: " + ", ".join(f"{way} {p / 1e6:.0f} MB, {p / largest:.2f}" for way, p in peaks.items()))
-        print(f"peak above the model: {worst:.2f} of the largest shard; {same(folder)} tensors are bit-equal")
-        assert worst < MOST, f"more than {MOST}"
+            print(f"rank {rank}: " + ", ".join(f"{step} {p / 1e6:.0f} MB, {p / largest:.2f}" for step, p in peaks.items()))
+        print(f"peak beyond the model: {worst:.2f} of the largest shard; {compare(folder)} tensors are bit-equal")
+        assert worst < MAX_PEAK, f"more than {MAX_PEAK}"
 
 
 def convert(rank: int, num_ranks: int, layout: LayoutConfig, folder: Path, shard_bytes: int) -> None:
+    """Read the folder `before` into a model and write it to `after`, in one rank; leave the peaks in a file."""
     from roll_core.training.megatron.cpu import on_device
 
     with on_device():
@@ -72,17 +74,17 @@ def convert(rank: int, num_ranks: int, layout: LayoutConfig, folder: Path, shard
         from roll_core.training.megatron.world import initialize_layout
 
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=num_ranks)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks)
         training, device = TrainingConfig(backend="megatron", layout=layout), torch.device("cpu")
         config = AutoConfig.from_pretrained(folder / "before")
         initialize_layout(layout, device, seed=0)
         chunks = build_chunks(config, training, device)
         for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
-            parameter.data.zero_()
+            parameter.data.zero_()  # touches all pages, so that they count before the peak is measured
         shards, names, peaks = shards_of(chunks), MegatronNames(config), {}
         with peak_memory(peaks, "read"):
             load_shards(shards, names, TensorFiles(folder / "before"))
-        with peak_memory(peaks, "written"):
+        with peak_memory(peaks, "write"):
             weights = TensorGatherer(shards, names, bucket_bytes=shard_bytes // 8).tensors(
                 lambda each: each.data, torch.float32
             )
@@ -92,27 +94,29 @@ def convert(rank: int, num_ranks: int, layout: LayoutConfig, folder: Path, shard
 
 
 def random_weights(config: PretrainedConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Random tensors with the names and shapes of a model, drawn one at a time."""
     with torch.device("meta"):
-        described = AutoModelForCausalLM.from_config(config)
-    return ((name, torch.randn(tensor.shape)) for name, tensor in to_checkpoint_names(described.named_parameters()))
+        model = AutoModelForCausalLM.from_config(config)
+    return ((name, torch.randn(tensor.shape)) for name, tensor in to_checkpoint_names(model.named_parameters()))
 
 
 @contextmanager
-def peak_memory(peaks: dict[str, int], way: str) -> Iterator[None]:
-    """The most that is resident within, above what is resident before."""
+def peak_memory(peaks: dict[str, int], step: str) -> Iterator[None]:
+    """Record the peak of resident memory within the body, in bytes above the resident memory before it."""
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the highest so far is what it is now
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS
     yield
-    peaks[way] = resident("VmHWM") - before
+    peaks[step] = resident("VmHWM") - before
 
 
 def resident(quantity: str) -> int:
+    """Bytes of a memory quantity of this process, such as VmRSS."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(quantity))
     return int(line.split()[1]) * 1024
 
 
-def same(folder: Path) -> int:
-    """How many tensors there are, if all of them are what they were."""
+def compare(folder: Path) -> int:
+    """Assert that the folders `before` and `after` have equal tensors; return their number."""
     before, after = TensorFiles(folder / "before"), TensorFiles(folder / "after")
     assert list(before.names) == list(after.names)
     for name in before.names:

@@ -1,10 +1,11 @@
-"""What the megatron backend does on one GPU, in bfloat16, with weights drawn there: nothing is read, nothing is downloaded.
+"""Speed and memory of updates by the megatron backend on one GPU, in bfloat16.
 
-    python benchmarks/megatron_gpu.py [--shape dense-1.7b|mixture-4b|...] [--seconds 60] [--recompute] [--plan-only]
+    python -m benchmarks.megatron_gpu [--shape dense-1.7b|mixture-4b|...] [--seconds 60] [--recompute] [--plan-only]
 
-Needs neither Ray nor vLLM; without a GPU only the tiny shapes make sense. Prints tokens/s and their share of the GPU's
-arithmetic (MFU: 6 operations for each parameter a token goes through, and attention's, of 989 TFLOP/s dense bfloat16; what
-is recomputed is not counted twice), peak memory as measured and as planned, and where the time goes.
+Needs one GPU and megatron-core; without a GPU only the tiny shapes and --plan-only make sense. Weights are drawn on the
+device, so that no model is read or downloaded. Prints tokens/s, MFU, peak memory as measured and as planned, and the kernels
+that take most of a step. MFU is the share of the GPU's arithmetic (989 TFLOP/s, dense bfloat16) that goes into 6 operations
+per token and active parameter, and into attention; recomputed activations do not count twice.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import random
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 
 import torch
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
@@ -34,13 +36,14 @@ from roll_core.types.sample import Sample
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PEAK_FLOPS = 989e12
-"""H100 and H200, dense bfloat16, as their maker states it."""
+"""Operations per second of H100 and H200 in dense bfloat16, as NVIDIA states them."""
 PROMPT_TOKENS = 64
 
 warnings.filterwarnings("ignore")
 
 
-def shaped(name: str, length: int) -> PretrainedConfig:
+def model_config(name: str, length: int) -> PretrainedConfig:
+    """Hugging Face config of a shape, for sequences of at most `length` tokens."""
     match name:
         case "dense-1.7b":  # Qwen3-1.7B
             sizes = _sizes(hidden=2048, inside=6144, layers=28, heads=(16, 8, 128), vocabulary=151_936, length=length)
@@ -81,8 +84,8 @@ def _experts(number: int, per_token: int, inside: int) -> dict:
     }
 
 
-def parameters(config: PretrainedConfig) -> tuple[int, int]:
-    """Those in matrices: all of them, and those that a token goes through. An embedding that is looked up is in neither."""
+def matrix_parameters(config: PretrainedConfig) -> tuple[int, int]:
+    """Number of parameters in matrices: all of them, and those active for one token. Embedding look-ups are in neither."""
     heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
     attention = config.hidden_size * config.head_dim * heads
     output = config.hidden_size * config.vocab_size
@@ -91,18 +94,20 @@ def parameters(config: PretrainedConfig) -> tuple[int, int]:
         inside = [router + count * expert for count in (config.num_experts, config.num_experts_per_tok)]
     else:
         inside = [3 * config.hidden_size * config.intermediate_size] * 2
-    everything, used = (config.num_hidden_layers * (attention + each) + output for each in inside)
-    return everything, used
+    total, active = (config.num_hidden_layers * (attention + each) + output for each in inside)
+    return total, active
 
 
-def operations(config: PretrainedConfig, length: int) -> float:
-    """Of the forward and backward pass, a token."""
+def operations_per_token(config: PretrainedConfig, length: int) -> float:
+    """Floating-point operations of forward and backward pass per token."""
     heads = config.num_attention_heads * config.head_dim
-    return 6 * parameters(config)[1] + 12 * config.num_hidden_layers * heads * length / 2
+    return 6 * matrix_parameters(config)[1] + 12 * config.num_hidden_layers * heads * length / 2
 
 
-def work(config: PretrainedConfig, sequences: int, length: int, training: TrainingConfig) -> list[MicroBatch]:
-    """Sequences of one length, each in a row of its own."""
+def random_micro_batches(
+    config: PretrainedConfig, sequences: int, length: int, training: TrainingConfig
+) -> list[MicroBatch]:
+    """Build micro-batches of random sequences of one length, each in its own row."""
     rng, count = random.Random(0), sequences * (length - PROMPT_TOKENS)
     samples = [
         Sample(
@@ -131,23 +136,24 @@ def work(config: PretrainedConfig, sequences: int, length: int, training: Traini
 
 
 def measure(options: argparse.Namespace, config: PretrainedConfig, model: PretrainedModel) -> None:
+    """Plan memory, build the backend, repeat optimizer steps for `options.seconds`, and print all numbers."""
     training = TrainingConfig(
         backend=BackendKind.MEGATRON,
         precision=Precision.BFLOAT16,
         micro_batch_tokens=options.micro_batch_tokens,
         activation_checkpointing=options.recompute,
-        packing=Packing.NONE,  # what `work` makes: every row is one sequence
+        packing=Packing.NONE,  # as in `random_micro_batches`: every row is one sequence
     )
-    plan = planned(training, model)
+    plan = planned_memory(training, model)
     terms = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "step_temporaries")
-    print(f"planned: {plan.peak:.1f} GB at most ({', '.join(f'{term} {getattr(plan, term):.1f}' for term in terms)})")
+    print(f"planned: peak {plan.peak:.1f} GB ({', '.join(f'{term} {getattr(plan, term):.1f}' for term in terms)})")
     if options.plan_only:
         return
     began_at = time.perf_counter()
     backend = MegatronBackend(model, MegatronSettings(training, 0, 1.0, DEVICE, InitialWeights.DRAWN))
     backend.start_optimizer(OptimizerConfig(), total_steps=1000)
-    print(f"built in {time.perf_counter() - began_at:.0f} s: {memory()}")
-    micro_batches = work(config, options.sequences, options.length, training)
+    print(f"built in {time.perf_counter() - began_at:.0f} s: {memory_sentence()}")
+    micro_batches = random_micro_batches(config, options.sequences, options.length, training)
     loss = build_algorithm(Grpo(), num_optimizer_steps=1, max_new_tokens=options.length).loss
 
     def step() -> None:
@@ -163,34 +169,38 @@ def measure(options: argparse.Namespace, config: PretrainedConfig, model: Pretra
     print(
         f"{options.sequences} sequences of {options.length}, micro-batches of {options.micro_batch_tokens} tokens"
         f"{', recomputed' if options.recompute else ''}: {rate:,.0f} tokens/s (median of {len(later)} steps, "
-        f"{later[0]:.2f} to {later[-1]:.2f} s), MFU {rate * operations(config, options.length) / PEAK_FLOPS:.1%}, "
+        f"{later[0]:.2f} to {later[-1]:.2f} s), MFU {rate * operations_per_token(config, options.length) / PEAK_FLOPS:.1%}, "
         f"first step {seconds[0]:.1f} s"
     )
-    print(f"measured: {memory()}; planned: {plan.peak / peak() - 1:+.1%}")
+    print(f"measured: {memory_sentence()}; planned against measured peak: {plan.peak / peak_gb() - 1:+.1%}")
     if DEVICE.type == "cuda":
-        where_time_goes(step)
+        print_profile(step)
 
 
-def timed(step: object) -> float:
+def timed(step: Callable[[], None]) -> float:
+    """Seconds of one step, until the GPU is done with it."""
     began_at = time.perf_counter()
-    step()  # type: ignore[operator]
+    step()
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - began_at
 
 
-def memory() -> str:
+def memory_sentence() -> str:
+    """GB (1e9 bytes) of GPU memory allocated now, at the peak, and reserved at the peak."""
     if DEVICE.type != "cuda":
         return "no GPU"
     now, most = torch.cuda.memory_allocated() / 1e9, torch.cuda.max_memory_allocated() / 1e9
-    return f"{now:.1f} GB allocated, {most:.1f} at most, {torch.cuda.max_memory_reserved() / 1e9:.1f} reserved"
+    return f"{now:.1f} GB allocated, peak {most:.1f}, reserved peak {torch.cuda.max_memory_reserved() / 1e9:.1f}"
 
 
-def peak() -> float:
+def peak_gb() -> float:
+    """Peak of allocated GPU memory in GB (1e9 bytes); NaN without a GPU."""
     return torch.cuda.max_memory_allocated() / 1e9 if DEVICE.type == "cuda" else math.nan
 
 
-def planned(training: TrainingConfig, model: PretrainedModel) -> TrainerMemory:
+def planned_memory(training: TrainingConfig, model: PretrainedModel) -> TrainerMemory:
+    """Memory of the trainer as the planner predicts it."""
     config = RunConfig(
         name="parts", iterations=1, model=model, training=training, cluster=ClusterConfig(device=DeviceKind.CUDA)
     )
@@ -199,13 +209,13 @@ def planned(training: TrainingConfig, model: PretrainedModel) -> TrainerMemory:
     return trainer_memory(config, shape)
 
 
-def where_time_goes(step: object) -> None:
-    """The ten kernels that take most of one optimizer step."""
+def print_profile(step: Callable[[], None]) -> None:
+    """Print the ten kernels that take most of one optimizer step, with their share and number of launches."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         seconds = timed(step)
     events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
     busy = sum(event.self_device_time_total for event in events) / 1e6
-    print(f"one step of {seconds:.2f} s, of which the GPU worked {busy / seconds:.0%}:")
+    print(f"one step of {seconds:.2f} s, GPU busy for {busy / seconds:.0%} of it:")
     for event in events[:10]:
         print(f"  {event.self_device_time_total / 1e6 / seconds:5.1%} {event.count:6d} x {event.key[:90]}")
 
@@ -213,17 +223,17 @@ def where_time_goes(step: object) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=["dense-1.7b", "mixture-4b", "tiny", "tiny-mixture"], default="dense-1.7b")
-    parser.add_argument("--seconds", type=float, default=60.0, help="to train for, after the first step")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds of training, the first step included")
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
-    parser.add_argument("--plan-only", action="store_true", help="what memory it would take; needs no GPU")
-    parser.add_argument("--recompute", action="store_true", help="training.activation_checkpointing")
+    parser.add_argument("--plan-only", action="store_true", help="print planned memory only; needs no GPU")
+    parser.add_argument("--recompute", action="store_true", help="set training.activation_checkpointing")
     options = parser.parse_args()
-    config = shaped(options.shape, options.length)
-    everything, used = parameters(config)
+    config = model_config(options.shape, options.length)
+    total, active = matrix_parameters(config)
     name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
-    sizes = f"{everything / 1e9:.2f} B in matrices, {used / 1e9:.2f} B for a token"
+    sizes = f"{total / 1e9:.2f} billion parameters in matrices, {active / 1e9:.2f} billion active per token"
     print(f"{name}, torch {torch.__version__}, {options.shape}: {sizes}")
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)

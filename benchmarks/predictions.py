@@ -1,17 +1,17 @@
-"""Are predictions right? Real runs of three settings, and what `roll simulate CONFIG --trace RUN` says of each afterwards.
+"""Accuracy of the simulator: seconds per iteration of real runs against the prediction of `roll simulate --trace RUN`.
 
-    python benchmarks/predictions.py [--iterations 20]
+    python -m benchmarks.predictions [--iterations 20]
 
-Each run is fitted (engine, graders, trainer) and simulated again from its own record; then every run is predicted from the
-record of the synchronous one alone, which is what one has before one changes a setting.
+Needs a CPU only. Runs the config `rehearsal` with three settings of the rollout. Predicts each run twice: from its own
+trace (engine, graders and trainer are fitted to it), and from the trace of the synchronous run, which is what a user has
+before changing a setting.
 """
 
 import argparse
 import tempfile
 from pathlib import Path
 
-from roll_runs import FinishedRun, machine_load, run_config
-
+from benchmarks.roll_runs import FinishedRun, machine_load, run_config
 from roll_core.config.run import RunConfig
 from roll_core.simulation.fitting import fit_models
 from roll_core.simulation.recorded import RecordedRun, read_recorded
@@ -26,12 +26,14 @@ SETTINGS = {
 }
 
 
-def recorded(folder: Path, overrides: list[str]) -> RecordedRun:
+def run_rehearsal(folder: Path, overrides: list[str]) -> RecordedRun:
+    """Run the config `rehearsal` in `folder` and read its traces and timings."""
     finished: FinishedRun = run_config(REHEARSAL, folder, overrides)
     return read_recorded(finished.store, finished.chain[-1].run_id)
 
 
 def predict(config: RunConfig, models: MachineModels, from_run: RecordedRun) -> float:
+    """Seconds per iteration of a config by simulation, with the attempts of a recorded run."""
     workload = recorded_workload(trace for traces in from_run.traces for trace in traces)
     return simulate(config, models, workload, len(from_run.timings)).seconds_per_iteration
 
@@ -41,11 +43,11 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=20)
     options = parser.parse_args()
     print(machine_load())
-    print(f"{'setting':<24}{'measured s':>12}{'from itself':>14}{'':>8}{'from synchronous':>18}")
+    print(f"{'seconds per iteration':<24}{'measured':>12}{'from own trace':>22}{'from synchronous':>18}")
     base: RecordedRun | None = None
     for name, overrides in SETTINGS.items():
         with tempfile.TemporaryDirectory() as folder:
-            run = recorded(Path(folder), [f"iterations={options.iterations}", *overrides])
+            run = run_rehearsal(Path(folder), [f"iterations={options.iterations}", *overrides])
         base = base or run
         measured = run.seconds_per_iteration
         own = predict(run.config, fit_models(run.config, run.warm_traces, run.warm_timings), run)

@@ -1,6 +1,6 @@
-"""Real runs of this system, for the benchmarks beside this file: `roll run` as a user types it, and what its manifests say.
+"""Runs of the command `roll run`, and the times in their manifests, for other benchmarks. Not a program.
 
-Everything a user pays for is included: Prefect, Ray, the store, MLflow, one process per role.
+The times include everything that a user gets: Prefect, Ray, the store, MLflow, one process per role.
 """
 
 import os
@@ -25,7 +25,7 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run that reached its last iteration; `chain` starts with iteration 0, the warm-started policy."""
+    """Run that reached its last iteration; `chain` begins with iteration 0, the warm-started policy."""
 
     store: ObjectStore
     config: RunConfig
@@ -34,9 +34,9 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class TimedIteration:
-    """An iteration with its whole price: `seconds` runs from the commit before it to its own, commits included.
+    """Iteration with its whole duration: `seconds` is the time from the commit before it to its own commit.
 
-    `timings["wall"]` of a manifest leaves out the write of the manifest before it; the difference is `commit_seconds`.
+    `timings["wall"]` of a manifest excludes the write of the manifest before it; the difference is `commit_seconds`.
     """
 
     manifest: Manifest
@@ -48,20 +48,19 @@ class TimedIteration:
 
 
 def run_quickstart(folder: Path, overrides: Sequence[str]) -> FinishedRun:
-    """`roll run` of the quickstart with its data in `folder`; evaluations and checkpoints only as `overrides` say."""
+    """Run the quickstart with `roll run`, with its data in `folder`; `overrides` are KEY=VALUE as for --set."""
     return run_config(QUICKSTART, folder, overrides)
 
 
 def run_config(config: Path, folder: Path, overrides: Sequence[str]) -> FinishedRun:
-    """`roll run` of a config, by the code of this repository, with its data in `folder`."""
+    """Run a config with `roll run` by the code of this repository, with its data in `folder`; exit if it fails."""
     command = [sys.executable, "-m", "flows.cli", "run", str(config.resolve())]
     command += [part for override in overrides for part in ("--set", override)]
-    found = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    python_path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     log = folder / "roll.log"
     with open(log, "wb") as output:
-        ended = subprocess.run(
-            command, cwd=folder, env=os.environ | {"PYTHONPATH": found}, stdout=output, stderr=subprocess.STDOUT, check=False
-        )
+        environment = os.environ | {"PYTHONPATH": python_path}
+        ended = subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False)
     if ended.returncode:
         sys.exit(f"roll run ended with {ended.returncode}:\n{log.read_text()[-2000:]}")
     store = ObjectStore(f"file://{folder}/roll-data/store")
@@ -70,12 +69,12 @@ def run_config(config: Path, folder: Path, overrides: Sequence[str]) -> Finished
 
 
 def only_at_the_end(iterations: int) -> list[str]:
-    """Overrides that put evaluation and checkpoint into the last iteration, which `timed_iterations` leaves out."""
+    """Overrides that move evaluation and checkpoint into the last iteration, which `timed_iterations` leaves out."""
     return [f"iterations={iterations}", f"evaluation.every={iterations}", f"checkpoint.every={iterations}"]
 
 
 def timed_iterations(chain: Sequence[Manifest]) -> list[TimedIteration]:
-    """Iterations after the warm-up and before the last one."""
+    """Iterations with their durations, without the first `WARM_UP` and the last."""
     commits = [datetime.fromisoformat(manifest.committed_at) for manifest in chain]
     seconds = [(later - earlier).total_seconds() for earlier, later in pairwise(commits)]
     timed = [TimedIteration(manifest, s) for manifest, s in zip(chain[1:], seconds, strict=True)]
@@ -83,6 +82,6 @@ def timed_iterations(chain: Sequence[Manifest]) -> list[TimedIteration]:
 
 
 def machine_load() -> str:
-    """Example: load average 0.42 (1 min), 0.61 (5 min) on 2 cores"""
+    """Load averages of this machine. Example: load average 0.42 (1 min), 0.61 (5 min) on 2 cores"""
     one, five, _ = os.getloadavg()
     return f"load average {one:.2f} (1 min), {five:.2f} (5 min) on {os.cpu_count()} cores"

@@ -1,9 +1,10 @@
-"""How far trainer and engine are apart about the same tokens of a mixture, with and without routing replay.
+"""Mismatch between trainer and engine for tokens of a mixture of experts, with and without routing replay.
 
-    python benchmarks/routing_replay.py [--experts 32] [--layers 4] [--completions 128]
+    python -m benchmarks.routing_replay [--experts 32] [--layers 4] [--completions 128]
 
-A mixture from scratch; its engine holds the trainer's weights in bfloat16, or in float32 with routers that are a little off
-(noise of a hundredth and a tenth of their standard deviation). Printed: mean and largest |log(trainer / sampler)|.
+Needs a CPU only. The mixture is built from scratch. Its engine has the trainer's weights in float32, in bfloat16, or in
+float32 with noise on the routers (a hundredth and a tenth of their standard deviation). Prints mean and largest
+|log(trainer / sampler)|.
 """
 
 import argparse
@@ -34,30 +35,30 @@ CPU, PROMPT, NEW_TOKENS, NO_STOP = torch.device("cpu"), (5, 6, 7, 8), 24, (-1,)
 
 
 @dataclass(frozen=True)
-class Sampler:
-    """An engine that is not quite the trainer."""
+class EngineVariant:
+    """Engine whose weights differ a little from the trainer's."""
 
     name: str
     dtype: torch.dtype
-    noise: float
-    """Of routers, in standard deviations of their weights."""
+    router_noise: float
+    """Noise on router weights, in standard deviations of these weights."""
 
 
-SAMPLERS = (
-    Sampler("float32", torch.float32, 0.0),
-    Sampler("bfloat16", torch.bfloat16, 0.0),
-    Sampler("routers off by a hundredth", torch.float32, 0.01),
-    Sampler("routers off by a tenth", torch.float32, 0.1),
+ENGINES = (
+    EngineVariant("float32", torch.float32, 0.0),
+    EngineVariant("bfloat16", torch.bfloat16, 0.0),
+    EngineVariant("router noise 0.01", torch.float32, 0.01),
+    EngineVariant("router noise 0.1", torch.float32, 0.1),
 )
 
 
-async def sampled(model: ScratchModel, sampler: Sampler, count: int) -> tuple[list[Sample], Tensor]:
-    """Samples with the experts that the engine recorded, and its logprobs."""
-    engine = TorchEngine(model, seed=0, num_slots=64, device=CPU, dtype=sampler.dtype)
+async def generate(model: ScratchModel, variant: EngineVariant, count: int) -> tuple[list[Sample], Tensor]:
+    """Generate `count` completions. Return samples with the experts that the engine recorded, and sampler logprobs."""
+    engine = TorchEngine(model, seed=0, num_slots=64, device=CPU, dtype=variant.dtype)
     engine.record_experts()
     generator, weights = torch.Generator().manual_seed(0), dict[str, Tensor]()
     for name, parameter in to_checkpoint_names((n, p.detach()) for n, p in build_model(model, 0).named_parameters()):
-        noise = sampler.noise * model.init_std if name.endswith("mlp.gate.weight") else 0.0
+        noise = variant.router_noise * model.init_std if name.endswith("mlp.gate.weight") else 0.0
         weights[name] = parameter + noise * torch.randn(parameter.shape, generator=generator)
     await adopt(engine, WeightsUpdate(0, weights.items()), InFlightPolicy.FINISH)
     requests = [GenerationRequest(str(i), PROMPT, NEW_TOKENS, 1.0, NO_STOP, seed=i) for i in range(count)]
@@ -67,11 +68,11 @@ async def sampled(model: ScratchModel, sampler: Sampler, count: int) -> tuple[li
     return samples, torch.tensor([logprob for each in completions for logprob in each.sampler_logprobs])
 
 
-def scored(model: ScratchModel, samples: list[Sample], experts: ExpertsConfig) -> Tensor:
-    """The trainer's logprobs, in the order of the samples."""
+def trainer_logprobs(model: ScratchModel, samples: list[Sample], experts: ExpertsConfig) -> Tensor:
+    """Logprobs of all trained tokens by the trainer, in the order of the samples."""
     backend = TorchBackend(model, TorchSettings(TrainingConfig(experts=experts), 0, 1.0, CPU))
     num_tokens = len(samples) * NEW_TOKENS
-    parts = build_micro_batches(
+    micro_batches = build_micro_batches(
         samples,
         blank_token_data(num_tokens),
         chosen=range(len(samples)),
@@ -80,10 +81,10 @@ def scored(model: ScratchModel, samples: list[Sample], experts: ExpertsConfig) -
         num_ranks=1,
         limits=PackingLimits(4096, None, Packing.NONE),
     )
-    found = torch.zeros(num_tokens)
-    for part, logprobs_N in zip(parts, backend.logprobs(parts, Policy.CURRENT), strict=True):
-        found[part.token_index_N] = logprobs_N
-    return found
+    all_logprobs_N = torch.zeros(num_tokens)
+    for micro_batch, logprobs_N in zip(micro_batches, backend.logprobs(micro_batches, Policy.CURRENT), strict=True):
+        all_logprobs_N[micro_batch.token_index_N] = logprobs_N
+    return all_logprobs_N
 
 
 def main() -> None:
@@ -91,21 +92,23 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--completions", type=int, default=128)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     model = ScratchModel(
         architecture=Architecture.QWEN3_MOE,
-        num_experts=asked.experts,
-        num_layers=asked.layers,
+        num_experts=options.experts,
+        num_layers=options.layers,
         experts_per_token=4,
         max_positions=32,
         init_std=0.2,
     )
-    print(f"{asked.completions} completions of {NEW_TOKENS} tokens, {asked.layers} layers, 4 of {asked.experts} experts")
-    for sampler in SAMPLERS:
-        samples, sampler_N = asyncio.run(sampled(model, sampler, asked.completions))
-        for label, experts in (("as ever", ExpertsConfig()), ("with replay", ExpertsConfig(replay=True))):
-            apart_N = (scored(model, samples, experts) - sampler_N).abs()
-            print(f"{sampler.name}, {label}: mean {apart_N.mean():.2g}, largest {apart_N.max():.2g}")
+    print(
+        f"{options.completions} completions of {NEW_TOKENS} tokens, {options.layers} layers, 4 of {options.experts} experts"
+    )
+    for variant in ENGINES:
+        samples, sampler_logprobs_N = asyncio.run(generate(model, variant, options.completions))
+        for label, experts in (("without replay", ExpertsConfig()), ("with replay", ExpertsConfig(replay=True))):
+            mismatch_N = (trainer_logprobs(model, samples, experts) - sampler_logprobs_N).abs()
+            print(f"{variant.name}, {label}: mean {mismatch_N.mean():.2g}, largest {mismatch_N.max():.2g}")
 
 
 if __name__ == "__main__":

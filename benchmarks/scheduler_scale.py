@@ -1,11 +1,11 @@
-"""What the rollout scheduler itself costs per attempt, with a thousand to a hundred thousand of them in flight.
+"""CPU time and memory of the rollout scheduler per attempt, with 1,000 to 100,000 attempts in flight.
 
-    python benchmarks/scheduler_scale.py [--attempts 1000 10000 100000] [--repeats 3]
+    python -m benchmarks.scheduler_scale [--attempts 1000 10000 100000] [--repeats 3]
 
-One collect against engines and graders that answer at once, in this process: what is left is the scheduler, its router and
-its state machine, rendering and trajectories included. All attempts of the first draw are with the engines before the first
-one ends; every fourth group is filtered and replaced. Prints, per attempt generated: microseconds of processor time (the
-least of some repeats), and bytes at the peak (in a run of its own, since tracing memory takes time).
+Needs a CPU only. Runs one collect in this process against engines and graders that take no time. The cost left is that of
+the scheduler, its router, the lifecycle, rendering and trajectories. All attempts of the first draw are in flight before the
+first one ends; every fourth group is filtered and replaced. Prints per generated attempt: microseconds of CPU time (the
+fastest of the repeats), and bytes at the peak (in a separate collect, since tracing memory takes time).
 """
 
 import argparse
@@ -27,32 +27,37 @@ from roll_core.types.trajectory import Ending, Problem, Score, Trajectory
 
 GROUP_SIZE = 8
 NUM_ENGINES = 8
-ENDING_TOGETHER = 32
-"""Completions that an engine gives back at a time."""
+COMPLETIONS_PER_REPLY = 32
+"""Completions that an engine returns at a time."""
 TARGET_MICROSECONDS = 200.0
-FLAT = 2.0
-"""How much more an attempt may cost among many than among few."""
+"""Most CPU microseconds per attempt."""
+MAX_GROWTH = 2.0
+"""Largest allowed ratio between the costs of an attempt at different numbers in flight."""
 TOKENS = (4, 6, 8, 10, 1)
 LOGPROBS, VERSIONS = (-0.5,) * len(TOKENS), (0,) * len(TOKENS)
 
 
 @dataclass
 class InstantEngine:
+    """Engine client that returns the same completion for every request at once."""
+
     name: str
     num_requests: int = 0
 
     async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
         self.num_requests += len(requests)
-        for start in range(0, len(requests), ENDING_TOGETHER):
+        for start in range(0, len(requests), COMPLETIONS_PER_REPLY):
             await asyncio.sleep(0)
-            together = requests[start : start + ENDING_TOGETHER]
-            yield [Completion(request.request_id, TOKENS, LOGPROBS, VERSIONS, Ending.STOP) for request in together]
+            part = requests[start : start + COMPLETIONS_PER_REPLY]
+            yield [Completion(request.request_id, TOKENS, LOGPROBS, VERSIONS, Ending.STOP) for request in part]
 
     async def abort(self, request_ids: list[str]) -> None: ...
 
 
 @dataclass
 class InstantGrader:
+    """Grader client that scores at once; every fourth group gets equal rewards."""
+
     name: str
 
     async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score]:
@@ -60,14 +65,16 @@ class InstantGrader:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Cost:
+    """Cost per generated attempt with `num_attempts` in flight."""
+
     num_attempts: int
     microseconds: float
     num_bytes: float
 
 
 def collect(num_attempts: int) -> tuple[float, int]:
-    """Seconds of processor time, and attempts generated."""
+    """Collect one batch; return CPU seconds and the number of attempts generated."""
     num_groups = num_attempts // GROUP_SIZE
     engines = [InstantEngine(f"engine {number}") for number in range(NUM_ENGINES)]
     scheduler = RolloutScheduler(
@@ -92,14 +99,15 @@ def collect(num_attempts: int) -> tuple[float, int]:
     return seconds, sum(engine.num_requests for engine in engines)
 
 
-def measure(num_attempts: int, repeats: int) -> Seen:
+def measure(num_attempts: int, repeats: int) -> Cost:
+    """Collect several times for the CPU time, and once more for the memory."""
     runs = [collect(num_attempts) for _ in range(repeats)]
     gc.collect()
     tracemalloc.start()
     _, generated = collect(num_attempts)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    return Seen(num_attempts, 1e6 * min(seconds / count for seconds, count in runs), peak / generated)
+    return Cost(num_attempts, 1e6 * min(seconds / count for seconds, count in runs), peak / generated)
 
 
 def main() -> None:
@@ -109,12 +117,13 @@ def main() -> None:
     options = parser.parse_args()
     collect(1_000)  # imports and caches
     rows = [measure(count, options.repeats) for count in options.attempts]
-    print(f"{'attempts in flight':>18}{'microseconds each':>20}{'bytes each':>14}")
+    print(f"{'attempts in flight':>18}{'microseconds each':>20}{'bytes each':>14}   (CPU time and peak memory per attempt)")
     for row in rows:
         print(f"{row.num_attempts:>18}{row.microseconds:>20.1f}{row.num_bytes:>14.0f}")
     times, sizes = [row.microseconds for row in rows], [row.num_bytes for row in rows]
-    for what, ratio in (("time", max(times) / min(times)), ("memory", max(sizes) / min(sizes))):
-        print(f"{what}: within {ratio:.2f} times ({FLAT:.0f} allowed): {'flat' if ratio <= FLAT else 'NOT FLAT'}")
+    for name, ratio in (("time", max(times) / min(times)), ("memory", max(sizes) / min(sizes))):
+        verdict = "flat" if ratio <= MAX_GROWTH else "NOT FLAT"
+        print(f"{name} per attempt: largest over smallest {ratio:.2f} ({MAX_GROWTH:.0f} allowed): {verdict}")
     verdict = "met" if max(times) <= TARGET_MICROSECONDS else "NOT MET"
     print(f"target of {TARGET_MICROSECONDS:.0f} microseconds: {verdict} ({max(times):.1f})")
 

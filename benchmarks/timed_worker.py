@@ -1,4 +1,4 @@
-"""vLLM's worker as the engine uses it, which also says what it spent on new weights."""
+"""Worker extension of vLLM that also times the steps of a weights update. `benchmarks.gpu_parts` uses it."""
 
 import time
 from itertools import pairwise
@@ -10,6 +10,8 @@ from roll_core.weights.buckets import open_handle
 
 
 class TimedWorker(WorkerExtension):
+    """Worker of the engine with a stopwatch around loading and checking weights."""
+
     _seconds: dict[str, float]
 
     def roll_load_shared(self, handle: bytes, layout: bytes) -> None:
@@ -27,10 +29,10 @@ class TimedWorker(WorkerExtension):
     def roll_finish_weights(self, pickled_samples: bytes) -> list[str]:
         start = time.perf_counter()
         differences = super().roll_finish_weights(pickled_samples)
-        self._seconds["proof"] = time.perf_counter() - start
+        self._seconds["check"] = time.perf_counter() - start
         return differences
 
     def seconds_spent(self) -> dict[str, float]:
-        """On the last update: opening the handle, finding what goes where and asking for the copies, waiting for them, and
-        reading weights back."""
+        """Seconds of the last update: `open` the memory handle, `find` targets and launch copies, wait for the `copy`, and
+        read weights back for the `check`."""
         return self._seconds

@@ -1,12 +1,12 @@
-"""The TRL side of grpo_vs_trl.py: GRPOTrainer over the same weights, problems, reward and schedule. Run by it, not by hand.
+"""TRL side of `benchmarks.grpo_vs_trl`, which starts it: GRPOTrainer on the same weights, problems, reward and schedule.
 
-    python benchmarks/trl_grpo.py FOLDER [--micro-batch SEQUENCES]
+    python -m benchmarks.trl_grpo FOLDER [--micro-batch SEQUENCES]
 
-FOLDER holds `config.json` (the run's resolved config) and `model/` (the policy of its iteration 0, with a tokenizer).
-Written there: `iterations.jsonl`, one `TrlIteration` a line, and `trained/`, the final policy. TRL gets the settings that
-suit it best: no activation checkpointing, no logging, no evaluation, no checkpoints. On a CPU that is float32 and its own
-generation, since vLLM cannot take over weights there in the way that TRL gives them; on a GPU bf16 over float32 weights, and
-vLLM on the same GPU, always awake.
+Reads from FOLDER `config.json` (the run's resolved config) and `model/` (the policy of its iteration 0, with a tokenizer).
+Writes there `iterations.jsonl`, one `TrlIteration` per line, and `trained/`, the final policy. TRL gets the settings that
+suit it best: no activation checkpointing, no logging, no evaluation, no checkpoints. On a CPU it trains in float32 and
+generates with transformers, since vLLM cannot load weights there in the way that TRL sends them. On a GPU it trains in
+bfloat16 over float32 weights and generates with vLLM on the same GPU, always awake.
 """
 
 import argparse
@@ -36,17 +36,20 @@ from roll_core.types.trajectory import Ending, Problem, Trajectory, Turn
 
 
 class TrlIteration(Record):
-    """Example: TrlIteration(seconds=0.92, generate_seconds=0.41, num_tokens=3071, mean_reward=0.15)"""
+    """One optimizer step of TRL, with the generation before it.
+
+    Example: TrlIteration(seconds=0.92, generate_seconds=0.41, num_tokens=3071, mean_reward=0.15)
+    """
 
     seconds: float
-    """From the end of the optimizer step before to the end of this one: everything is in it."""
+    """Seconds from the end of the optimizer step before to the end of this one."""
     generate_seconds: float
     num_tokens: int
     mean_reward: float
 
 
 class Stopwatch(TrainerCallback):
-    """What each optimizer step took and produced. The trainer and the reward note their parts, the callback closes it."""
+    """Recorder of iterations. Trainer and reward set their numbers; the callback at the end of a step records them."""
 
     def __init__(self) -> None:
         self.iterations: list[TrlIteration] = []
@@ -74,7 +77,7 @@ class Stopwatch(TrainerCallback):
 
 
 class TimedTrainer(GRPOTrainer):
-    """GRPOTrainer that tells the stopwatch how long generation took; `_generate` is its own step for that in TRL 1.16."""
+    """GRPOTrainer that records the seconds of generation, which is the method `_generate` in TRL 1.16."""
 
     stopwatch: Stopwatch
 
@@ -86,7 +89,7 @@ class TimedTrainer(GRPOTrainer):
 
 
 class ProblemReward:
-    """The run's own reward, as TRL calls rewards: columns of the dataset come as lists beside the completions."""
+    """The run's reward behind TRL's interface: columns of the dataset come as lists beside the completions."""
 
     __name__ = "reward"
 
@@ -105,17 +108,17 @@ class ProblemReward:
 
     async def _grade(self, completions: list[str], problems: list[Problem]) -> list[float]:
         pairs = zip(problems, completions, strict=True)
-        return [(await self._reward(problem, answered(problem, text))).value for problem, text in pairs]
+        return [(await self._reward(problem, build_trajectory(problem, text))).value for problem, text in pairs]
 
 
-def answered(problem: Problem, text: str) -> Trajectory:
-    """A trajectory as far as a reward looks at it: the text of its only turn."""
+def build_trajectory(problem: Problem, text: str) -> Trajectory:
+    """Build a trajectory of one turn that has only its text: all that a reward reads."""
     turn = Turn(prompt_ids=(), completion_ids=(), sampler_logprobs=(), weights_versions=(), text=text)
     return Trajectory(problem.problem_id, problem.domain, 0, 0, (turn,), Ending.STOP, None, None)
 
 
-def rendered(config: RunConfig, problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Prompts as text that TRL makes the run's own tokens of."""
+def render_prompts(config: RunConfig, problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Render prompts as text; assert that the tokenizer turns it into the run's own token ids."""
     renderer, texts = build_renderer(config.model), []
     for problem in problems:
         chat = [{"role": message.speaker.value, "content": message.text} for message in problem.messages]
@@ -126,7 +129,7 @@ def rendered(config: RunConfig, problems: Sequence[Problem], tokenizer: PreTrain
 
 
 def trl_settings(config: RunConfig, micro_batch: int, folder: Path) -> GRPOConfig:
-    """The run's algorithm, rollout and batch in TRL's words."""
+    """Translate the run's algorithm, rollout and training settings into TRL's."""
     algorithm, rollout = config.algorithm, config.rollout
     on_cpu = config.cluster.device is DeviceKind.CPU
     return GRPOConfig(
@@ -164,7 +167,7 @@ def trl_settings(config: RunConfig, micro_batch: int, folder: Path) -> GRPOConfi
 def optimizer_and_schedule(
     model: PreTrainedModel, config: OptimizerConfig, total_steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-    """The optimizer of the `torch` backend and its learning rate at every step."""
+    """Build the optimizer of the `torch` backend and its learning rate schedule."""
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=config.learning_rate,
@@ -180,11 +183,11 @@ def optimizer_and_schedule(
 
 
 def train(config: RunConfig, micro_batch: int, folder: Path) -> list[TrlIteration]:
-    """All updates; the trained policy is left in the folder."""
+    """Run all updates, save the trained policy in the folder, and return the iterations."""
     source = build_source(config.problems, config.seed)
     problems = [source.problem(index) for index in range(config.iterations * config.rollout.num_groups)]
     tokenizer = AutoTokenizer.from_pretrained(folder / "model", padding_side="left")
-    prompts = rendered(config, problems, tokenizer)
+    prompts = render_prompts(config, problems, tokenizer)
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="sdpa")
     stopwatch = Stopwatch()
     trainer = TimedTrainer(
@@ -205,7 +208,7 @@ def train(config: RunConfig, micro_batch: int, folder: Path) -> list[TrlIteratio
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--micro-batch", type=int, help="sequences in one forward-backward; default: all of an iteration")
+    parser.add_argument("--micro-batch", type=int, help="sequences per forward-backward pass; default: all of an iteration")
     options = parser.parse_args()
     folder: Path = options.folder
     config = validate_config(json.loads((folder / "config.json").read_text()), "config.json")

@@ -1,10 +1,11 @@
-"""Stands between a client and an HTTP server and misbehaves on demand: refuses, hangs, answers 500, truncates, forgets.
+"""HTTP proxy that injects faults between a client and a real server: refusals, hangs, error 500, truncated or lost replies.
 
-The server behind it is a real one: what is forwarded really happens, and signatures stay valid because nothing is rewritten.
+Forwarded requests reach the real server unchanged, so that S3 signatures stay valid. Tests of the store and the chaos tool
+use it.
 
 Example:
     with FaultyProxy(server.port) as proxy:
-        proxy.next_faults = [Fault.LOSE_ANSWER]      # of the next request; the server has done what it asked
+        proxy.next_faults = [Fault.LOSE_RESPONSE]    # the server handles the next request; the client gets no response
         proxy.fault_of = lambda method, path: Fault.HANG if method == "PUT" else None
 """
 
@@ -19,21 +20,26 @@ from typing import Self
 
 
 class Fault(StrEnum):
+    """Fault of one request."""
+
     DISCONNECT = "disconnect"
-    """The connection is closed before the request is forwarded."""
-    LOSE_ANSWER = "lose_answer"
-    """The request is carried out, the answer is not delivered."""
+    """Close the connection before the request is forwarded."""
+    LOSE_RESPONSE = "lose_response"
+    """Forward the request, but close the connection instead of returning the response."""
     TRUNCATE = "truncate"
-    """The connection is closed in the middle of the answer."""
+    """Close the connection in the middle of the response."""
     HANG = "hang"
-    """Nothing is answered for as long as the proxy lives."""
+    """Neither forward nor respond until the proxy is closed."""
     SLOW = "slow"
-    """Everything takes another quarter of a second."""
+    """Forward after a quarter of a second."""
     ERROR_500 = "error_500"
+    """Return S3's InternalError."""
     SLOW_DOWN = "slow_down"
+    """Return S3's SlowDown (503)."""
     EXPIRED_TOKEN = "expired_token"
+    """Return S3's ExpiredToken (400)."""
     ACCEPT_ANYWAY = "accept_anyway"
-    """A refused conditional write is answered as if it had been done, as servers do that ignore the condition."""
+    """Return 200 for a refused conditional write (412), as a server does that ignores the condition."""
 
 
 ERRORS = {
@@ -41,17 +47,20 @@ ERRORS = {
     Fault.SLOW_DOWN: (503, "SlowDown"),
     Fault.EXPIRED_TOKEN: (400, "ExpiredToken"),
 }
+"""Status and S3 error code of faults that are error responses."""
 
 
 class FaultyProxy:
+    """Proxy on a free port of 127.0.0.1 to a server on another; runs as a context manager."""
+
     def __init__(self, server_port: int):
         self.server_port = server_port
         self.next_faults: list[Fault] = []
-        """Used up by the next requests, one each."""
+        """Faults of the next requests, one each; then `fault_of` decides."""
         self.fault_of: Callable[[str, str], Fault | None] = lambda method, path: None
-        """Decides by method and path once `next_faults` is empty."""
+        """Function from method and path of a request to its fault, or None."""
         self.requests: list[tuple[str, str, dict[str, str]]] = []
-        """Method, path and headers of everything that was asked."""
+        """Method, path and headers of every request so far."""
         self.closed = threading.Event()
         self._http = _Server(self)
 
@@ -69,6 +78,7 @@ class FaultyProxy:
         self._http.server_close()
 
     def take_fault(self, method: str, path: str) -> Fault | None:
+        """Return the fault of a request; remove it from `next_faults` if it came from there."""
         return self.next_faults.pop(0) if self.next_faults else self.fault_of(method, path)
 
 
@@ -92,14 +102,14 @@ class _Handler(BaseHTTPRequestHandler):
         fault = proxy.take_fault(self.command, self.path)
         match fault:
             case Fault.DISCONNECT:
-                self._hang_up()
+                self._disconnect()
                 return
             case Fault.HANG:
                 proxy.closed.wait()
-                self._hang_up()
+                self._disconnect()
                 return
             case Fault.ERROR_500 | Fault.SLOW_DOWN | Fault.EXPIRED_TOKEN:
-                self._answer_error(*ERRORS[fault])
+                self._return_error(*ERRORS[fault])
                 return
             case Fault.SLOW:
                 time.sleep(0.25)
@@ -112,40 +122,40 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             server.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():
-                if name.lower() != "expect":  # answered here
+                if name.lower() != "expect":  # the handler's base class has responded to it
                     server.putheader(name, value)
             server.endheaders(body)
-            answer = server.getresponse()
-            data = answer.read()
+            response = server.getresponse()
+            data = response.read()
         except OSError:
-            self._hang_up()
+            self._disconnect()
             return
         finally:
             server.close()
-        if fault is Fault.LOSE_ANSWER:
-            self._hang_up()
+        if fault is Fault.LOSE_RESPONSE:
+            self._disconnect()
             return
-        if fault is Fault.ACCEPT_ANYWAY and answer.status == 412:
+        if fault is Fault.ACCEPT_ANYWAY and response.status == 412:
             self.send_response_only(200)
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
-        self.send_response_only(answer.status)
-        for name, value in answer.getheaders():
+        self.send_response_only(response.status)
+        for name, value in response.getheaders():
             if name.lower() not in {"transfer-encoding", "connection", "content-length"}:
                 self.send_header(name, value)
-        length = answer.getheader("Content-Length") if self.command == "HEAD" else str(len(data))
-        if length is not None and answer.status != 204:
+        length = response.getheader("Content-Length") if self.command == "HEAD" else str(len(data))
+        if length is not None and response.status != 204:
             self.send_header("Content-Length", length)
         self.end_headers()
         if fault is Fault.TRUNCATE:
             self.wfile.write(data[: len(data) // 2])
-            self._hang_up()
+            self._disconnect()
             return
-        with contextlib.suppress(ConnectionError):  # whoever asked has gone
+        with contextlib.suppress(ConnectionError):  # the client has disconnected
             self.wfile.write(data)
 
-    def _answer_error(self, status: int, code: str) -> None:
+    def _return_error(self, status: int, code: str) -> None:
         text = f"<Error><Code>{code}</Code><Message>{code}, said the proxy</Message></Error>".encode()
         self.send_response_only(status)
         self.send_header("Content-Type", "application/xml")
@@ -154,9 +164,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(text)
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         self.close_connection = True
         self.connection.close()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Silence: what was asked is in `requests`."""
+        """Log nothing: the proxy keeps all requests in `requests`."""

@@ -1,4 +1,4 @@
-"""Real iterations in one process: engine, scheduler, reward and learner as the roles hold them, without Ray around them."""
+"""Training iterations in one process, without Ray: real engine, rollout scheduler, reward and learner. For tests."""
 
 import asyncio
 from itertools import count
@@ -23,27 +23,29 @@ from roll_core.types.trajectory import Trajectory
 from tests.support import tiny_config
 
 
-class InProcess:
-    """One iteration a call: collect, prepare, the critic's update where there is one, update, publish. Engines may be told
-    something else than the learner (`sampled_by`), or round differently."""
+class InProcessLoop:
+    """Training loop whose engine may have another config (`engine_config`) or dtype than the learner."""
 
-    def __init__(self, config: RunConfig, *, sampled_by: RunConfig | None = None, engine_dtype: torch.dtype = torch.float32):
+    def __init__(
+        self, config: RunConfig, *, engine_config: RunConfig | None = None, engine_dtype: torch.dtype = torch.float32
+    ):
         self._config = config
-        self._sampled_by = sampled_by or config
+        self._engine_config = engine_config or config
         self._engine_dtype = engine_dtype
         self.learner = Learner(config, rank=0, device=torch.device("cpu"))
         self.learner.build_teachers()
         self._iterations = count(1)
 
     def iterate(self) -> Metrics:
+        """Publish, collect, prepare, update the critic if there is one, and update; return all metrics."""
         iteration = next(self._iterations)
         prepared = self.learner.prepare(asyncio.run(self._collect(iteration)), weights_version=iteration - 1)
         critic = self.learner.update_critic(prepared, iteration) if self._config.algorithm.has_critic else {}
         return prepared.metrics | critic | self.learner.update(prepared, iteration)
 
     async def _collect(self, iteration: int) -> list[Trajectory]:
-        config = self._sampled_by
-        # A new engine every time: asyncio's primitives belong to the loop they were made in.
+        config = self._engine_config
+        # A new engine every iteration, since asyncio's primitives belong to the event loop in which they were created.
         engine = TorchEngine(config.model, seed=0, num_slots=64, device=torch.device("cpu"), dtype=self._engine_dtype)
         if config.training.routing.replay:
             engine.record_experts()
@@ -61,15 +63,15 @@ class InProcess:
 
 
 def warm_checkpoint(folder: Path) -> Path:
-    """A policy that answers in digits, so that rewards differ and temperature matters: for tests to go on from."""
+    """Train a policy by imitation until its answers are digits, so that rewards vary; return its checkpoint folder."""
     config = tiny_config(folder)
     source, renderer = build_source(config.problems, 0), build_renderer(config.model)
 
     def demonstrations(step: int) -> list[Sample]:
-        shown = [source.demonstration(32 * step + i) for i in range(32)]
-        return [demonstration_sample(renderer.prompt(d.problem.messages), renderer.completion(d.completion)) for d in shown]
+        drawn = [source.demonstration(32 * step + i) for i in range(32)]
+        return [demonstration_sample(renderer.prompt(d.problem.messages), renderer.completion(d.completion)) for d in drawn]
 
-    learner = InProcess(config).learner
+    learner = InProcessLoop(config).learner
     learner.imitate(demonstrations, WarmStartConfig().optimizer, 30)
     learner.snapshot()(folder / "checkpoint")
     return folder / "checkpoint"

@@ -1,4 +1,4 @@
-"""Micro-batches for tests of what reads them: hand-made or random token data over given samples."""
+"""Micro-batches of given samples, with random or blank token data, for tests of losses and training backends."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,10 @@ from roll_core.types.sample import Sample
 
 
 def random_tokens(samples: Sequence[Sample], seed: int = 0) -> TokenData:
-    """One random advantage a sample, random sampler logprobs, values and returns; the second half of a sample's tokens is
-    another turn."""
+    """Random token data: one advantage per sample, sampler logprobs, values and returns per token.
+
+    Each sample has two turns, each with half of its tokens.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([s.num_trained_tokens for s in samples])
     total = int(lengths.sum())
@@ -37,7 +39,7 @@ def cut(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> list[MicroBatch]:
-    """A rank's micro-batches of one optimizer step over all samples, or over the chosen ones of them."""
+    """Build one rank's micro-batches of one optimizer step over all samples, or over those with indices `chosen`."""
     num_tokens = sum(s.num_trained_tokens for s in samples)
     return build_micro_batches(
         samples,

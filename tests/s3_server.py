@@ -1,4 +1,4 @@
-"""A real S3 server (SeaweedFS, one process) for tests and benchmarks: on free ports, paused, killed, brought back.
+"""Real S3 server (SeaweedFS, one process) for tests and benchmarks. It uses free ports and can be paused, killed, restarted.
 
 Example:
     with S3Server(folder) as server:
@@ -26,14 +26,15 @@ if TYPE_CHECKING:
 
 ACCESS_KEY, SECRET_KEY = "roll-test-key", "roll-test-secret"
 OWNER_KEY = "roll-owner-key"
-"""Of whoever makes buckets: the server would make one for an owner who writes to it, and hide a mistake."""
+"""Access key that creates buckets. With it, a write to a missing bucket would create the bucket and hide a mistake, so tests
+use another key."""
 BUCKET = "roll"
 START_SECONDS = 120.0
-"""A loaded machine of two cores took 30 s."""
+"""Most seconds that a start may take; a loaded machine with two cores took 30."""
 
 
 class S3Server:
-    """`weed server` with a master, a volume, a filer and an S3 gateway on 127.0.0.1, its data in a folder."""
+    """Process `weed server` with a master, a volume, a filer and an S3 gateway on 127.0.0.1, and its data in a folder."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -43,11 +44,12 @@ class S3Server:
 
     @property
     def port(self) -> int:
+        """Port of the S3 gateway."""
         return self._ports[6]
 
     @property
     def environment(self) -> dict[str, str]:
-        """The ordinary AWS settings that lead to this server."""
+        """AWS environment variables that direct clients to this server."""
         return {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
             "AWS_ACCESS_KEY_ID": ACCESS_KEY,
@@ -56,7 +58,7 @@ class S3Server:
         }
 
     def new_store_uri(self) -> str:
-        """An address that nobody has written to."""
+        """Address of an empty store, different at every call."""
         return f"s3://{BUCKET}/{uuid.uuid4().hex}"
 
     def __enter__(self) -> Self:
@@ -69,41 +71,42 @@ class S3Server:
         self.kill()
 
     def start(self) -> None:
-        """Run the server on the same ports and data as before, and wait until it answers."""
+        """Start the server on the same ports and data as before, and wait until it is ready."""
         if self._closed:
-            return  # a comeback planned by a test that has ended
+            return  # a restart scheduled by a test that has ended
         self._folder.mkdir(parents=True, exist_ok=True)
         keys = self._folder / "keys.json"
         keys.write_text(json.dumps(_IDENTITIES))
         with open(self._folder / "server.log", "ab") as log:
             self._process = subprocess.Popen(self._command(keys), stdout=log, stderr=log, start_new_session=True)
         deadline = time.monotonic() + START_SECONDS
-        while not self._answers():
+        while not self._is_ready():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.kill()
                 raise RuntimeError(f"the S3 server did not start:\n{(self._folder / 'server.log').read_text()[-2000:]}")
             time.sleep(0.1)
 
     def kill(self) -> None:
-        """As a power cut would: no goodbye. What was acknowledged is on disk."""
+        """Kill the server with SIGKILL, like a power cut. Acknowledged writes are on disk."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def pause(self) -> None:
-        """Connections are accepted and nothing is answered."""
+        """Stop the process with SIGSTOP: the kernel accepts connections, but nothing responds."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
+        """Continue the process after `pause`."""
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None
         os.kill(self._process.pid, number)
 
-    def _answers(self) -> bool:
-        """An S3 gateway is up before the filer behind it: only a listing that works means ready."""
+    def _is_ready(self) -> bool:
+        """True if gateway and filer respond. The gateway is up first, but cannot serve a listing without the filer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
         try:
             connection.request("GET", "/status")
@@ -148,7 +151,7 @@ _IDENTITIES = {
 
 
 def use_server(monkeypatch: "pytest.MonkeyPatch", environment: dict[str, str]) -> None:
-    """Point this process at a server. s3fs keeps connections by its own arguments and would not notice the new settings."""
+    """Direct this process to a server. Clears the cache of s3fs, whose clients would keep the settings of another server."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     fsspec.get_filesystem_class("s3").clear_instance_cache()

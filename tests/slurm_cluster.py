@@ -1,8 +1,8 @@
-"""A real SLURM on this machine: munge, a controller and several node daemons, all of it in one folder.
+"""Real SLURM cluster on this machine: munge, a controller and several node daemons, with all files in one folder.
 
-Needs root and Debian's packages (`make setup-test` installs them). Nodes are virtual: daemons with a port and a loopback
-address each, that share the machine's processors. Jobs are contained by cgroups, so that nothing a job started outlives it.
-Two partitions: `low`, whose jobs make way, requeued, for those of `high`.
+Needs root and Debian's packages (`make setup-test` installs them). Nodes are virtual: daemons with their own port and
+loopback address that share the machine's processors. Jobs run in cgroups, so that no process of a job outlives it. There
+are two partitions: jobs of `high` preempt jobs of `low`, which are requeued.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "sc
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 10.0
 NODE = "TEST_SLURM_NODE"
-"""In the environment of a node's daemon and of those it starts to watch over jobs; not in that of jobs."""
+"""Environment variable of a node's daemon and of the daemons that it starts to supervise jobs. Jobs do not have it."""
 CPUS, MEMORY_MB = 8, 6000
-"""What each node says it has; nothing holds it to that."""
+"""Resources that each node advertises; nothing enforces them."""
 
 
 class SlurmCluster:
-    """Use as a context manager. Commands find the cluster by `environment`."""
+    """SLURM cluster as a context manager. SLURM commands find the cluster through `environment`."""
 
     def __init__(self, folder: Path, num_nodes: int = 3):
         self.folder = folder
-        # Control groups are named after nodes: those of two clusters on one machine must not meet.
+        # Cgroups are named after nodes. The pid keeps names of two clusters on one machine apart.
         self.nodes = [f"t{os.getpid()}n{number}" for number in range(1, num_nodes + 1)]
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -40,7 +40,9 @@ class SlurmCluster:
         _require_programs()
         self._write_files()
         try:
-            self._start("munged", ["munged", "--foreground", "--force", *self._munge_options()])  # in a folder of root alone
+            self._start(
+                "munged", ["munged", "--foreground", "--force", *self._munge_options()]
+            )  # --force: only root can access the folder
             self._wait_until(self._munge_socket.exists, "munged listens")
             self._start("slurmctld", ["slurmctld", "-D", "-i"])
             for node in self.nodes:
@@ -61,41 +63,43 @@ class SlurmCluster:
             self._stop(name)
         for node in self.nodes:
             for group in Path("/sys/fs/cgroup").glob(f"*/slurm_{node}"):
-                with contextlib.suppress(OSError):  # only what is empty goes
+                with contextlib.suppress(OSError):  # a cgroup that is not empty stays
                     group.rmdir()
 
-    # ---------------------------------------------------------------------------------------- what a person at a prompt does
+    # ---------------------------------------------------------------------------------------- SLURM commands
     def command(self, *words: str) -> str:
-        """A SLURM command's output. All of them wait for a controller that is down, so none may take long."""
+        """Run a SLURM command and return its output. The timeout is short, since all commands wait for a dead controller."""
         environment = os.environ | self.environment
         return subprocess.run(
             words, env=environment, capture_output=True, text=True, timeout=30, check=True, stdin=subprocess.DEVNULL
         ).stdout
 
     def jobs(self) -> list[str]:
-        """Ids of all jobs that wait, run or are being ended."""
+        """Ids of all jobs that are pending, running or completing."""
         return self.command("squeue", "--noheader", "--format=%i").split()
 
     def fields(self, job_id: str) -> dict[str, str]:
-        """All that the controller knows of a job, of one that has ended, too."""
+        """Fields of `scontrol show job`, also of a job that has ended."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.command("scontrol", "show", "job", "--oneliner", job_id)))
 
     def idle_nodes(self) -> list[str]:
+        """Names of all idle nodes; none while the controller is down."""
         try:
             return sorted(self.command("sinfo", "--noheader", "-N", "-p", "low", "-t", "idle", "-o", "%N").split())
         except subprocess.SubprocessError:  # the controller is not up yet
             return []
 
-    # ---------------------------------------------------------------------------------------- what happens to machines
+    # ---------------------------------------------------------------------------------------- nodes
     def start_node(self, node: str) -> None:
+        """Start the daemon of a node."""
         self._start(node, ["slurmd", "-D", "-N", node], {NODE: node})
 
     def lose_node(self, node: str) -> None:
-        """The machine is gone at once: its daemon, and all that jobs have there."""
+        """Kill a node like a power cut: its daemon, the supervisors of its jobs, and all processes of its jobs."""
         del self._daemons[node]
         daemons = _with_environment(f"{NODE}={node}")
         for pid in daemons:
-            os.kill(pid, signal.SIGSTOP)  # or one lives to tell the controller that the job of another was killed
+            os.kill(pid, signal.SIGSTOP)  # else a daemon that is still alive would report killed jobs to the controller
         for group in sorted(Path("/sys/fs/cgroup/freezer").glob(f"slurm_{node}/**/cgroup.procs"), reverse=True):
             for pid in group.read_text().split():
                 with contextlib.suppress(ProcessLookupError):
@@ -103,7 +107,7 @@ class SlurmCluster:
         for pid in daemons:
             os.kill(pid, signal.SIGKILL)
 
-    # ---------------------------------------------------------------------------------------- how it is made
+    # ---------------------------------------------------------------------------------------- daemons and files
     def _start(self, name: str, command: list[str], environment: dict[str, str] | None = None) -> None:
         program = _find(command[0])
         with open(self.folder / f"{name}.out", "ab") as log:
@@ -137,7 +141,7 @@ class SlurmCluster:
             time.sleep(0.1)
 
     def _logs(self) -> str:
-        """The last lines of every daemon: for an error that must be read where the folder is gone."""
+        """Last five lines of every daemon's output, for an error message that outlives the folder."""
         tails = {path.name: path.read_text(errors="replace").splitlines()[-5:] for path in self.folder.glob("*.out")}
         return "\n".join(f"{name}: {line}" for name, lines in sorted(tails.items()) for line in lines)
 
@@ -244,7 +248,7 @@ def _find(program: str) -> str:
 
 
 def _with_environment(setting: str) -> list[int]:
-    """Processes that were started with it."""
+    """Pids of all processes that were started with this NAME=VALUE in their environment."""
     found = []
     for file in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Runs as they lie in a store, made by hand: committed iterations, checkpoints, exports, and objects of any age."""
+"""Runs in a store, written by hand without training: committed iterations, checkpoints, exports, and objects of any age."""
 
 import os
 from pathlib import Path
@@ -14,17 +14,18 @@ from tests.support import tiny_config
 
 
 class StoredRuns:
-    """A store in a folder, whose files can be made old."""
+    """Writer of runs into a store in a folder, whose files can be made old."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.store = ObjectStore(f"file://{folder}/store")
 
     def open(self, **sections: Any) -> str:
+        """Open a new run of the tiny config and return its id; `sections` replace whole sections."""
         return open_run(self.store, tiny_config(self.folder, iterations=99, **sections)).run_id
 
     def commit(self, run_id: str, upto: int, accuracies: dict[int, float] | None = None) -> None:
-        """Iterations up to one, each evaluated on rollouts of its own, or only those with an accuracy if some are given."""
+        """Commit all missing iterations up to `upto`. With `accuracies`, only the iterations in it have an evaluation."""
         chain = read_chain(self.store, run_id)
         for iteration in range(len(chain), upto + 1):
             accuracy = 0.5 if accuracies is None else accuracies.get(iteration)
@@ -32,7 +33,10 @@ class StoredRuns:
             commit(self.store, chain[-1])
 
     def checkpoint(self, run_id: str, iteration: int, weights: str = "") -> CheckpointRef:
-        """Two files: its own, and one that is the same in all checkpoints of all runs."""
+        """Store and record a checkpoint of two files; the second is the same in all checkpoints of all runs.
+
+        `weights` replaces the digest of its weights.
+        """
         contents = {"__0_0.distcp": f"{run_id} {iteration} {weights}".encode(), ".metadata": b"shapes"}
         files = (
             CheckpointFile(name=name, artifact=self.store.put(data, ArtifactKind.CHECKPOINT_FILE))
@@ -44,6 +48,7 @@ class StoredRuns:
         return checkpoint
 
     def export(self, run_id: str, iteration: int) -> ExportRef:
+        """Store and record an export of one file."""
         artifact = self.store.put(f"config of {run_id} {iteration}".encode(), ArtifactKind.EXPORT_FILE)
         file = CheckpointFile(name="config.json", artifact=artifact)
         export = ExportRef(iteration=iteration, weights_digest=weights_digest(run_id, iteration), files=(file,))
@@ -51,12 +56,14 @@ class StoredRuns:
         return export
 
     def make_all_old(self, seconds: float = 7200.0) -> None:
+        """Increase the age of every file in the store by so many seconds."""
         for path in (self.folder / "store").rglob("*"):
             if path.is_file():
                 then = path.stat().st_mtime - seconds
                 os.utime(path, (then, then))
 
     def objects(self) -> set[str]:
+        """Names of all artifacts in the store."""
         return {stored.name for stored in self.store.list_below("objects")}
 
     def _manifest(self, run_id: str, iteration: int, chain: list[Manifest], accuracy: float | None) -> Manifest:
@@ -80,4 +87,5 @@ class StoredRuns:
 
 
 def weights_digest(run_id: str, iteration: int) -> str:
+    """Made-up digest of 64 characters for the weights after an iteration."""
     return f"{iteration:06d}{run_id:>58}".replace(" ", "0")

@@ -1,23 +1,34 @@
-"""Small things several tests need: a tiny config, hand-made samples, a finished turn."""
+"""Helpers of many tests and of some benchmarks: a tiny config, random samples, a finished trajectory, deadlines."""
 
+import os
 import random
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from roll_core.config.load import validate_config
 from roll_core.config.run import RunConfig
+from roll_core.config.training.training import BackendKind
 from roll_core.types.sample import Sample
 from roll_core.types.trajectory import Ending, Failure, Score, Trajectory, Turn
 
 ROOT = Path(__file__).resolve().parents[1]
-
-TINY: dict[str, Any] = {
-    "name": "tiny",
-    "iterations": 2,
+"""Root of the repository."""
+MODEL_BACKENDS = (BackendKind.TORCH, BackendKind.MEGATRON)
+"""Training backends that train a model; the rehearsal backend has none."""
+TINY_WORK: dict[str, Any] = {
     "model": {"kind": "scratch", "max_positions": 32},
     "problems": {"kind": "arithmetic", "puzzle": "sort", "digits": 3},
-    "reward": {"kind": "exact_match", "partial_credit": 0.5},
+    "reward": {"kind": "exact_match"},
     "rollout": {"num_groups": 4, "group_size": 4, "max_new_tokens": 5},
+    "evaluation": {"num_problems": 8},
+}
+"""Sections of the smallest work that is still a run: 16 trajectories of at most 5 tokens per iteration."""
+TINY: dict[str, Any] = TINY_WORK | {
+    "name": "tiny",
+    "iterations": 2,
+    "reward": {"kind": "exact_match", "partial_credit": 0.5},
     "training": {"optimizer": {"learning_rate": 1e-3}},
     "evaluation": {"every": 1, "num_problems": 8},
     "checkpoint": {"every": 1},
@@ -25,17 +36,24 @@ TINY: dict[str, Any] = {
 
 
 def tiny_config(folder: Path, **sections: Any) -> RunConfig:
-    """A config small enough for a test, with everything it writes under `folder`."""
-    places = {
+    """Config small enough for a test, which writes under `folder` only; `sections` replace whole sections of `TINY`."""
+    locations = {
         "store": {"uri": str(folder / "store")},
         "tracking": {"uri": f"sqlite:///{folder / 'mlflow.db'}"},
         "work_dir": str(folder / "work"),
     }
-    return validate_config(TINY | places | sections, "tiny")
+    return validate_config(TINY | locations | sections, "tiny")
+
+
+def write_tiny_run(path: Path, **sections: Any) -> Path:
+    """Write a run file of `TINY_WORK` on the cluster `laptop`, for the `roll` command; `sections` replace whole sections."""
+    run = {"extends": str(ROOT / "configs" / "clusters" / "laptop.yaml")} | TINY_WORK | sections
+    path.write_text(yaml.safe_dump(run, sort_keys=False))
+    return path
 
 
 def random_samples(count: int, seed: int = 0) -> list[Sample]:
-    """Groups of three that share a prompt, of different lengths, with random tokens."""
+    """Samples of random tokens and lengths, in groups of three that share a prompt."""
     rng = random.Random(seed)
     prompts = [tuple(rng.randrange(2, 60) for _ in range(rng.randint(2, 6))) for _ in range(-(-count // 3))]
     return [_random_sample(rng, prompts[i // 3]) for i in range(count)]
@@ -52,7 +70,7 @@ def _random_sample(rng: random.Random, prompt: tuple[int, ...]) -> Sample:
 def trajectory(
     group: int, attempt: int, reward: float | None, *, prompt: int = 2, completion: int = 3, version: int = 0
 ) -> Trajectory:
-    """A finished attempt; `reward=None` is one whose grading failed."""
+    """Trajectory of one turn with this reward; `reward=None` is one whose grading failed. Lengths are in tokens."""
     turn = Turn(
         prompt_ids=tuple(range(2, 2 + prompt)),
         completion_ids=tuple(range(10, 10 + completion)),
@@ -70,3 +88,8 @@ def trajectory(
         score=None if reward is None else Score(reward, reward == 1.0),
         failure=Failure("grade", "boom") if reward is None else None,
     )
+
+
+def patience(seconds: float) -> float:
+    """Deadline for a machine without other load, extended by the load average per core: waits scale with load."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))

@@ -80,9 +80,9 @@ def print_where_to_look(console: "Console", run: "RunRef", config: "RunConfig", 
     from flows.cli.progress_view import accuracy_curve
 
     report = Path(config.work_dir) / run.run_id / "report.html"
-    mlflow = f"mlflow ui --backend-store-uri {config.tracking.uri}"
-    if not config.tracking.uri.startswith("sqlite:"):
-        mlflow = config.tracking.uri
+    mlflow = config.tracking.uri or ""
+    if mlflow.startswith("sqlite:"):
+        mlflow = f"mlflow ui --backend-store-uri {mlflow}"
     rows = {
         "run": run.run_id,
         "store": f"{run.store_uri}/runs/{run.run_id}",

@@ -243,7 +243,9 @@ def absolute_uri(uri: str) -> str:
     return "file://" + str(Path(path if separator else uri).absolute())
 
 
-def absolute_sqlite_uri(uri: str) -> str:
-    """Tracking address with an absolute path, if it is a SQLite file; other addresses are unchanged."""
+def absolute_sqlite_uri(uri: str | None) -> str | None:
+    """Make a tracking address independent of the working directory: only that of a SQLite file can be relative."""
     sqlite = "sqlite:///"
-    return sqlite + str(Path(uri.removeprefix(sqlite)).absolute()) if uri.startswith(sqlite) else uri
+    if uri is None or not uri.startswith(sqlite):
+        return uri
+    return sqlite + str(Path(uri.removeprefix(sqlite)).absolute())

@@ -9,6 +9,7 @@ from roll_core.config.inference import VllmInference
 from roll_core.config.model import ModelConfig, ModelShape, ScratchModel
 from roll_core.config.operations.legs import LegsConfig
 from roll_core.config.operations.placement import DeviceKind
+from roll_core.config.operations.services import TrackingConfig
 from roll_core.config.rollout import RolloutConfig
 from roll_core.config.run import RunConfig
 from roll_core.config.training.layout import LayoutConfig
@@ -308,7 +309,13 @@ def _surroundings(config: RunConfig) -> PlanSection:
         "around it",
         (
             ("store", config.store.uri),
-            ("tracking", f"{config.tracking.uri}, experiment '{config.tracking.experiment}'"),
+            ("tracking", _tracking(config.tracking)),
             ("scratch", config.work_dir),
         ),
     )
+
+
+def _tracking(tracking: TrackingConfig) -> str:
+    if tracking.uri is None:
+        return "none: metrics stay in the work folder (tracking.uri is null)"
+    return f"{tracking.uri}, experiment '{tracking.experiment}'"

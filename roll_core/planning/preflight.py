@@ -51,7 +51,7 @@ def check_ready(config: RunConfig) -> None:
     ObjectStore(config.store.uri).check_writable()
     check_origins(config)
     _check_folder("work_dir", Path(config.work_dir))
-    if config.tracking.uri.startswith("sqlite:///"):
+    if config.tracking.uri is not None and config.tracking.uri.startswith("sqlite:///"):
         _check_folder("tracking.uri", Path(config.tracking.uri.removeprefix("sqlite:///")).parent)
 
 

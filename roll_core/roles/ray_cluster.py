@@ -14,6 +14,8 @@ from roll_core.config.operations.placement import ELASTIC_RESOURCE, ClusterConfi
 from roll_core.errors import DeadlineExceeded, one_line
 from roll_core.roles.process import role_environment
 
+NODE_TIMEOUT = "timed out during startup"
+"""Part of Ray's message when its node did not register in time."""
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
@@ -24,7 +26,20 @@ def connect_ray(cluster: ClusterConfig, address: str | None, deadline_s: float) 
         _connect(address, cluster.nodes, deadline_s)
         return
     with _with_environment(role_environment()):
-        _start(cluster)
+        _start_within(cluster, deadline_s)
+
+
+def _start_within(cluster: ClusterConfig, deadline_s: float) -> None:
+    """Start Ray on this machine, again if a busy machine exceeds the 30 s that Ray gives its node to register."""
+    ends_at = time.monotonic() + deadline_s
+    while True:
+        try:
+            _start(cluster)
+            return
+        except Exception as error:  # Ray's timeout is a plain Exception
+            if NODE_TIMEOUT not in str(error) or time.monotonic() > ends_at:
+                raise
+            ray.shutdown()
 
 
 def _start(cluster: ClusterConfig) -> None:

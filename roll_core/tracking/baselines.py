@@ -35,10 +35,12 @@ class Baselines:
     """Baselines of all reference runs that log to one MLflow experiment."""
 
     def __init__(self, tracking: TrackingConfig):
+        if tracking.uri is None:
+            raise UserError("tracking.uri: null keeps no runs to compare with: name an MLflow address")
         self._uri = tracking.uri
         with self._reporting_errors():
-            artifact_location = prepare_sqlite_folder(tracking.uri)
-            self._client = MlflowClient(tracking_uri=tracking.uri)
+            artifact_location = prepare_sqlite_folder(self._uri)
+            self._client = MlflowClient(tracking_uri=self._uri)
             self._experiment_id = find_or_create_experiment(self._client, tracking.experiment, artifact_location)
 
     def accepted(self, reference: str) -> list[Measured]:

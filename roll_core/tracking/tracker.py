@@ -47,12 +47,7 @@ class Tracker:
 
     def __init__(self, config: TrackingConfig, run: RunRef, spool_dir: Path):
         self._drain_seconds = config.drain_seconds
-        self._destination = Destination(
-            tracking_uri=absolute_sqlite_uri(config.uri),
-            experiment=config.experiment,
-            run_id=run.run_id,
-            store_uri=run.store_uri,
-        )
+        self._destination = _destination(config, run)
         self._spool = Spool(spool_dir)
         self.is_fresh = not self._spool.events_file.exists()
         """True if the spool is new. Events that earlier legs spooled on another machine may be lost and are logged again."""
@@ -61,7 +56,10 @@ class Tracker:
         self._num_dropped = 0
 
     def start(self) -> None:
-        """Start the uploader process. It first sends the events that earlier legs left in the spool."""
+        """Start the uploader process, unless `tracking.uri` is null. It first sends the events that earlier legs left in the
+        spool."""
+        if self._destination is None:
+            return
         try:
             self._spool.write_destination(self._destination)
             self._spool.clear_drain()
@@ -143,6 +141,13 @@ class Tracker:
             self._uploader.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._uploader.wait(_KILL_WAIT_SECONDS)
+
+
+def _destination(config: TrackingConfig, run: RunRef) -> Destination | None:
+    uri = absolute_sqlite_uri(config.uri)
+    if uri is None:
+        return None
+    return Destination(tracking_uri=uri, experiment=config.experiment, run_id=run.run_id, store_uri=run.store_uri)
 
 
 def _now_ms() -> int:

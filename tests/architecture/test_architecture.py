@@ -1,4 +1,4 @@
-"""The shape of the code, asserted: who may import whom, what the control plane costs, that every task has a kind."""
+"""Rules of the structure: import contracts, heavy libraries that a process must not load, and the kind of every task."""
 
 import importlib
 import json
@@ -18,7 +18,7 @@ CONTROL_PLANE = ["flows", "tasks", "infra", "roll_core.types", "roll_core.config
 
 
 def loaded_after_importing(packages: list[str]) -> set[str]:
-    """Top-level modules a fresh interpreter holds after importing every module of some packages."""
+    """Names of the top-level modules in a fresh interpreter that has imported every module of `packages`."""
     program = f"""
 import importlib, json, pkgutil, sys
 for name in {packages!r}:
@@ -36,21 +36,22 @@ def test_the_import_contracts_hold():
     assert done.returncode == 0, done.stdout
 
 
-def test_the_control_plane_loads_no_tensors_and_no_cluster():
+def test_the_control_plane_imports_neither_models_nor_ray():
     assert not loaded_after_importing(CONTROL_PLANE) & HEAVY
 
 
-def test_driving_the_roles_loads_no_tensors():
-    """The leg's driver holds Ray handles to the roles; torch lives in their processes only."""
+def test_the_driver_imports_no_torch():
+    """The driver of a leg holds Ray handles to the roles. Only the processes of the roles import torch."""
     assert not loaded_after_importing(["roll_core.roles", "roll_core.rollout"]) & {"torch", "transformers", "vllm"}
 
 
-def test_a_rehearsal_needs_no_tensors():
+def test_the_rehearsal_engine_imports_no_torch():
     program = "import sys, roll_core.inference.rehearsal_engine; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
-def test_roles_with_models_load_nothing_that_transformers_would_take_along():
+def test_roles_with_models_import_neither_sklearn_nor_scipy_nor_pandas():
+    """transformers would import all three; `lean_import` prevents it."""
     program = """
 import sys
 from roll_core.models.lean_import import import_models
@@ -61,8 +62,8 @@ sys.exit(", ".join({"sklearn", "scipy", "pandas"} & sys.modules.keys()) or 0)
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
-def test_a_leg_begins_before_prefect_is_imported():
-    """Its own server starts meanwhile, and Prefect reads the address when it is imported."""
+def test_a_leg_process_begins_without_importing_prefect():
+    """A leg first starts its own Prefect server, because Prefect reads the address of its server at import."""
     program = "import sys, flows.cli, flows.leg_process; sys.exit('prefect' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
@@ -82,6 +83,7 @@ def test_the_training_process_never_loads_mlflow():
 
 
 def all_tasks() -> dict[str, Task]:
+    """Every task of the package `tasks`, by module and name."""
     found = {}
     for module in pkgutil.iter_modules(tasks.__path__, "tasks."):
         for name, value in vars(importlib.import_module(module.name)).items():
@@ -103,7 +105,7 @@ def test_every_task_is_pure_or_state_changing(name):
             pytest.fail(f"{name} was made without tasks.durability")
 
 
-def test_the_stages_are_of_the_kinds_the_design_says():
+def test_only_collect_prepare_and_evaluate_are_pure_stages():
     kinds = {name.rsplit(".", 1)[1]: type(task) for name, task in all_tasks().items()}
     assert {stage for stage in kinds if kinds[stage] is PureTask} == {"collect", "prepare", "evaluate"}
     assert {"update", "publish", "checkpoint", "commit", "recover"} <= {s for s in kinds if kinds[s] is StateChangingTask}

@@ -1,4 +1,4 @@
-"""vLLM's worker as the engine uses it, and slower: a test can interrupt it between two tokens."""
+"""Worker extension of vLLM that can be slowed down, so that a test can interrupt generation between two tokens."""
 
 import os
 import time
@@ -8,6 +8,8 @@ from roll_core.inference.vllm.worker import WorkerExtension
 
 
 class SlowWorker(WorkerExtension):
+    """Worker of the engine that counts its steps and pauses before each."""
+
     steps_taken = 0
 
     def roll_begin(self, role_pid: int) -> bool:
@@ -24,9 +26,11 @@ class SlowWorker(WorkerExtension):
         return loads_in_place
 
     def slow_down(self, pause_s: float) -> None:
+        """Pause for so many seconds before every step from now on."""
         self.pause_s = pause_s
 
     def count_steps(self) -> int:
+        """Number of steps so far that computed any token."""
         return self.steps_taken
 
     def process_id(self) -> int:

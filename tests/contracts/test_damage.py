@@ -1,4 +1,4 @@
-"""Whatever happens to a stored object: what was written is read, or an error names it. `benchmarks/damage.py` in small."""
+"""Damage to any stored object is harmless or raises an error that names the object. Small version of `benchmarks.damage`."""
 
 import random
 from dataclasses import replace
@@ -22,23 +22,23 @@ def test_damage_is_detected_or_harmless_and_never_loaded(store, tmp_path):
     outcomes = damage.try_damages(store, stored, tmp_path, count=60, seed=1)
     assert sum(outcomes.values()) == 60
     assert {outcome for _, _, outcome in outcomes} <= damage.ACCEPTED
-    assert damage.read_everything(store, stored, tmp_path) == damage.Seen()
+    assert damage.read_everything(store, stored, tmp_path) == damage.Findings()
 
 
-def test_the_judge_knows_silence_when_it_sees_it(tmp_path):
-    """A judge that accepted everything would prove nothing: here what is expected is wrong instead of what is stored."""
+def test_the_judge_reports_a_difference_that_raised_no_error(tmp_path):
+    """Guard against a judge that accepts everything: here the expectation is wrong instead of the stored data."""
     store = ObjectStore(f"file://{tmp_path}/store")
     stored = damage.write_runs(store, tmp_path, num_runs=1, num_iterations=2, large_file=1000)
     (run,) = stored.runs
     chain = stored.chains[run.run_id]
-    lie = chain[1].model_copy(update={"next_problem": 999})
-    expected = replace(stored, chains={run.run_id: [chain[0], lie, chain[2]]})
-    seen = damage.read_everything(store, expected, tmp_path)
-    assert damage.judge(seen, {stored.names[0]}, Damage.FLIP, expected) is Outcome.SILENT
+    changed = chain[1].model_copy(update={"next_problem": 999})
+    expected = replace(stored, chains={run.run_id: [chain[0], changed, chain[2]]})
+    found = damage.read_everything(store, expected, tmp_path)
+    assert damage.judge(found, {stored.names[0]}, Damage.FLIP, expected) is Outcome.SILENT
 
 
-def test_only_the_newest_manifest_and_records_of_checkpoints_can_go_without_notice(tmp_path):
-    """The iteration is made again; an older checkpoint is resumed from."""
+def test_only_the_newest_manifest_and_checkpoint_records_can_be_deleted_without_an_error(tmp_path):
+    """Without them a run repeats its newest iteration, or resumes from an older checkpoint."""
     store = ObjectStore(f"file://{tmp_path}/store")
     stored = damage.write_runs(store, tmp_path, num_runs=1, num_iterations=4, large_file=1000)
     outcomes = {}

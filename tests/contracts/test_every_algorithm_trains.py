@@ -1,4 +1,4 @@
-"""Every algorithm of the catalogue, and every knob they share, through two real iterations of a tiny model."""
+"""Two real iterations of a tiny model with every algorithm of the catalogue, and with every setting they share."""
 
 import math
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 
 from roll_core.algorithms.catalog import TABLE
 from roll_core.config.algorithm.policy_update import Signal
-from tests.in_process import InProcess, warm_checkpoint
+from tests.in_process import InProcessLoop, warm_checkpoint
 from tests.support import tiny_config
 
 ALGORITHMS: dict[str, dict[str, Any]] = {row.kind: {"kind": row.kind} for row in TABLE}
@@ -18,12 +18,13 @@ ALGORITHMS["distillation"] |= {
 }
 
 REFERENCE = {Signal.REFERENCE}
+# Settings of `algorithm` by name, each with the signals that it needs.
 VARIANTS: dict[str, tuple[dict[str, Any], set[Signal]]] = {
     "reinforce, normalised by the batch": (
         {"kind": "reinforce", "discount": 0.9, "shaping": {"normalize": {"mean": "batch", "std": "batch"}}},
         set(),
     ),
-    "reinforce, normalised by what was seen so far": (
+    "reinforce, normalised by running statistics": (
         {"kind": "reinforce", "shaping": {"normalize": {"mean": "running", "std": "running"}}},
         set(),
     ),
@@ -74,27 +75,27 @@ VARIANTS: dict[str, tuple[dict[str, Any], set[Signal]]] = {
 }
 
 
-class Recording:
-    """A backend that notes what it was asked to compute before the update."""
+class RecordingBackend:
+    """Wrapper of a backend that records the signals it computes before the update."""
 
     def __init__(self, backend: Any):
         self._backend = backend
-        self.asked: set[Signal] = set()
+        self.computed: set[Signal] = set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
     def logprobs(self, micro_batches: Any, policy: str) -> list[torch.Tensor]:
         known = {"current": Signal.ANCHOR, "reference": Signal.REFERENCE}
-        self.asked.add(known.get(policy, Signal.TEACHER))
+        self.computed.add(known.get(policy, Signal.TEACHER))
         return self._backend.logprobs(micro_batches, policy)
 
     def divergences(self, micro_batches: Any) -> list[torch.Tensor]:
-        self.asked.add(Signal.DIVERGENCE)
+        self.computed.add(Signal.DIVERGENCE)
         return self._backend.divergences(micro_batches)
 
     def values(self, micro_batch: Any) -> Any:
-        self.asked.add(Signal.VALUES)
+        self.computed.add(Signal.VALUES)
         return self._backend.values(micro_batch)
 
 
@@ -104,14 +105,14 @@ def start(tmp_path_factory) -> Path:
 
 
 def train(start: Path, tmp_path: Path, algorithm: dict[str, Any], **training: Any) -> set[Signal]:
-    """Two iterations; what was computed before their updates."""
+    """Train two iterations from the checkpoint `start`; return the signals that were computed before their updates."""
     training = {"optimizer": {"learning_rate": 1e-3}} | training
     config = tiny_config(tmp_path, algorithm=algorithm, training=training)
-    loop = InProcess(config)
+    loop = InProcessLoop(config)
     loop.learner._policy.load(start)
     if config.algorithm.needs_reference:
         loop.learner.load_frozen("reference", start)
-    policy, critic = Recording(loop.learner._policy), Recording(loop.learner._critic)
+    policy, critic = RecordingBackend(loop.learner._policy), RecordingBackend(loop.learner._critic)
     loop.learner._policy, loop.learner._critic = policy, critic
     before = {name: tensor.clone() for name, tensor in loop.learner.weights()}
     for _ in range(2):
@@ -119,7 +120,7 @@ def train(start: Path, tmp_path: Path, algorithm: dict[str, Any], **training: An
         assert all(math.isfinite(value) for value in metrics.values()), metrics
         assert metrics["update/gradient_norm"] > 0
     assert all(not torch.equal(tensor, before[name]) for name, tensor in loop.learner.weights())
-    return policy.asked | critic.asked
+    return policy.computed | critic.computed
 
 
 @pytest.mark.parametrize("kind", ALGORITHMS)
@@ -129,10 +130,10 @@ def test_an_algorithm_moves_the_policy_and_computes_only_the_signals_it_declares
 
 
 @pytest.mark.parametrize("kind", ALGORITHMS)
-def test_with_several_optimizer_steps_the_anchor_is_computed_where_there_is_a_ratio_to_it(kind, start, tmp_path):
+def test_with_several_optimizer_steps_the_anchor_is_computed_if_the_objective_has_a_ratio_to_it(kind, start, tmp_path):
     without_ratio = {"reinforce", "rloo", "remax", "distillation", "tis", "topr"}
-    asked = train(start, tmp_path, ALGORITHMS[kind], optimizer_steps=2)
-    assert (Signal.ANCHOR in asked) == (kind not in without_ratio)
+    computed = train(start, tmp_path, ALGORITHMS[kind], optimizer_steps=2)
+    assert (Signal.ANCHOR in computed) == (kind not in without_ratio)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -1,4 +1,4 @@
-"""Both training backends note the same use of experts by the same tokens, and only of tokens that are trained on."""
+"""Expert load by both training backends: the same metrics; padding and passes that only compute logprobs do not count."""
 
 from typing import Any
 
@@ -33,6 +33,7 @@ def backend(kind: str, model: ScratchModel) -> Any:
 
 
 def loads(trained: Any, width_multiple: int = 1) -> dict[str, float]:
+    """Train one step and return its metrics `experts/...`; rows are padded to a multiple of `width_multiple` tokens."""
     tokens_ST = torch.randint(2, 60, (12, 10), generator=torch.Generator().manual_seed(0))
     samples = [Sample(token_ids=tuple(ids), trained=(False,) * 4 + (True,) * 6) for ids in tokens_ST.tolist()]
     parts = cut(samples, PackingLimits(40, None, Packing.NONE, width_multiple), random_tokens(samples))
@@ -41,19 +42,19 @@ def loads(trained: Any, width_multiple: int = 1) -> dict[str, float]:
     return {name: value for name, value in trained.apply_gradients().items() if name.startswith("experts/")}
 
 
-def test_both_backends_see_the_same_load_and_begin_anew_with_every_step():
-    ours, theirs = backend("megatron", MIXTURE), backend("torch", MIXTURE)
-    first = loads(ours)
-    assert 1.0 < first["experts/max_load"] <= 2.0  # two of four are chosen: an expert gets twice its share at most
-    assert first == pytest.approx(loads(theirs))
-    assert loads(ours) == pytest.approx(loads(theirs))
+def test_both_backends_measure_the_same_load_and_reset_it_at_every_step():
+    megatron, in_torch = backend("megatron", MIXTURE), backend("torch", MIXTURE)
+    first = loads(megatron)
+    assert 1.0 < first["experts/max_load"] <= 2.0  # two of four experts per token: one gets at most twice its share
+    assert first == pytest.approx(loads(in_torch))
+    assert loads(megatron) == pytest.approx(loads(in_torch))
 
 
 @pytest.mark.parametrize("kind", ["torch", "megatron"])
-def test_padding_does_not_count(kind):
+def test_padding_does_not_count_as_load(kind):
     assert loads(backend(kind, MIXTURE), width_multiple=64) == pytest.approx(loads(backend(kind, MIXTURE)))
 
 
 @pytest.mark.parametrize("kind", ["torch", "megatron"])
-def test_a_dense_model_has_none(kind):
+def test_a_dense_model_reports_no_load(kind):
     assert loads(backend(kind, DENSE)) == {}

@@ -1,4 +1,4 @@
-"""An exported policy is, to Hugging Face, the policy that was trained: its weights to the bit, its tokens, its config."""
+"""Export of a policy: Hugging Face loads the trained weights to the bit, the same tokenizer and the same config."""
 
 from pathlib import Path
 
@@ -17,12 +17,12 @@ from roll_core.types.trajectory import Message, Speaker
 from tests.support import tiny_config, trajectory
 
 SMALL_SHARD = 30_000
-"""About a tenth of the tiny model; less than one of its tensors."""
+"""Bytes of a shard: about a tenth of the tiny model, and less than one of its tensors."""
 TEXT = "".join(characters.CHARACTERS) + "sort 3 1 2 =\n\n  <eos><pad>"
 
 
-def learned(folder: Path, model: dict[str, object]) -> Learner:
-    """A policy that is not the one it started as."""
+def trained_learner(folder: Path, model: dict[str, object]) -> Learner:
+    """Learner after one update that changed its policy."""
     learner = Learner(tiny_config(folder, model=model), rank=0, device=torch.device("cpu"))
     before = [tensor.clone() for _, tensor in learner.weights()]
     trajectories = [trajectory(group, attempt, float(attempt % 2)) for group in range(4) for attempt in range(4)]
@@ -38,7 +38,7 @@ def model(request) -> ScratchModel:
 
 @pytest.fixture
 def exported(model, tmp_path) -> tuple[Learner, Path]:
-    learner = learned(tmp_path, model.model_dump())
+    learner = trained_learner(tmp_path, model.model_dump())
     write_folder(model, learner.weights(), tmp_path / "exported")
     return learner, tmp_path / "exported"
 
@@ -51,16 +51,16 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 def test_weights_and_logits_are_those_of_the_policy_to_the_bit(exported):
     learner, folder = exported
     loaded = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-    ours, theirs = dict(learner.weights()), dict(to_checkpoint_names(loaded.named_parameters()))
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert theirs[name].dtype == tensor.dtype
-        assert torch.equal(theirs[name], tensor), name
+    trained, exported_weights = dict(learner.weights()), dict(to_checkpoint_names(loaded.named_parameters()))
+    assert trained.keys() == exported_weights.keys()
+    for name, tensor in trained.items():
+        assert exported_weights[name].dtype == tensor.dtype
+        assert torch.equal(exported_weights[name], tensor), name
     assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
     assert torch.equal(logits(loaded), logits(learner._policy._scorer.model))
 
 
-def test_the_tokenizer_has_the_ids_and_the_text_of_the_one_the_policy_was_trained_with(exported):
+def test_the_exported_tokenizer_encodes_and_decodes_like_the_one_of_training(exported):
     _, folder = exported
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     assert tuple(tokenizer(TEXT)["input_ids"]) == characters.encode(TEXT)
@@ -72,18 +72,18 @@ def test_the_tokenizer_has_the_ids_and_the_text_of_the_one_the_policy_was_traine
         tokenizer("\N{SNOWMAN}")
 
 
-def test_a_chat_is_rendered_as_the_policy_saw_it(exported):
+def test_the_exported_chat_template_renders_prompts_as_in_training(exported):
     _, folder = exported
     messages = (Message(Speaker.USER, "sort 312"), Message(Speaker.USER, "=\n"))
     assert build_renderer(PretrainedModel(path=str(folder))).prompt(messages) == CharacterRenderer().prompt(messages)
 
 
-def test_generation_ends_where_the_policy_does(exported):
+def test_the_generation_config_has_the_stop_token_of_training(exported):
     generation = GenerationConfig.from_pretrained(exported[1], local_files_only=True)
     assert (generation.eos_token_id, generation.pad_token_id) == (characters.EOS, characters.PAD)
 
 
-def test_shards_are_bounded_and_together_the_same_model(model, exported, tmp_path):
+def test_shards_are_bounded_and_load_as_the_same_model(model, exported, tmp_path):
     learner, _ = exported
     write_folder(model, learner.weights(), tmp_path / "cut", SMALL_SHARD)
     shards = sorted((tmp_path / "cut").glob("*.safetensors"))
@@ -102,7 +102,7 @@ def test_a_pretrained_model_keeps_its_own_config_tokenizer_and_generation_settin
     _, folder = exported
     GenerationConfig(eos_token_id=[characters.EOS, 5], pad_token_id=characters.PAD, max_new_tokens=7).save_pretrained(folder)
     pretrained = PretrainedModel(path=str(folder), max_positions=32)
-    learner = learned(tmp_path, pretrained.model_dump())
+    learner = trained_learner(tmp_path, pretrained.model_dump())
     write_folder(pretrained, learner.weights(), tmp_path / "again")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again", local_files_only=True)
     for name, tensor in to_checkpoint_names(loaded.named_parameters()):
@@ -113,8 +113,8 @@ def test_a_pretrained_model_keeps_its_own_config_tokenizer_and_generation_settin
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(folder, local_files_only=True).chat_template
 
 
-def test_half_precision_weights_of_a_pretrained_model_are_exported_as_they_were_trained(exported, tmp_path):
-    """Training keeps float32 whatever the folder held; the config must not make readers round them."""
+def test_weights_trained_from_a_half_precision_folder_are_exported_in_float32(exported, tmp_path):
+    """Training keeps weights in float32. The exported config must not make Hugging Face round them when loading."""
     learner, folder = exported
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "half")

@@ -1,7 +1,7 @@
-"""What every inference engine must do: tokens that depend on seed and weights alone, honest logprobs, honest versions.
+"""Contract of every inference engine: tokens depend on seed and weights alone; logprobs and weights versions are right.
 
-Tests that take a `subject` are about every engine, the rehearsal's in virtual time; those that take a `model_subject` about
-engines that have a model, the trainer's. vLLM is started once a model, since that takes half a minute.
+Tests with the fixture `subject` run on every engine; the rehearsal engine runs in virtual time. Tests with `model_subject`
+run on engines that have the trainer's model. vLLM starts once per model, since a start takes half a minute.
 """
 
 import asyncio
@@ -41,29 +41,29 @@ from roll_core.training.torch.trainable import TorchSettings
 from roll_core.types.trajectory import Ending
 from roll_core.weights.buckets import pack, unpack
 from roll_core.weights.checks import SAMPLED_TENSORS, CheckRecorder
-from tests.contracts.routes import ROUTES, Parcel, Route
+from tests.contracts.routes import ROUTES, Delivery, Route
 from tests.micro_batches import cut
 
 NO_STOP: tuple[int, ...] = ()
 CPU = torch.device("cpu")
 SLOW_STEP_S = 0.02
-"""Of a vLLM that is to be interrupted: far above what asking how far it is takes."""
+"""Seconds per step of a vLLM that a test interrupts: much longer than asking it for the number of its steps."""
 
 
 def model(architecture: Architecture = Architecture.QWEN3) -> ScratchModel:
     return ScratchModel(architecture=architecture, num_heads=2, num_kv_heads=1, max_positions=48)
 
 
-def torch_subject(num_slots: int = 64, architecture: Architecture = Architecture.QWEN3, seed: int = 0) -> TorchEngine:
+def new_torch_engine(num_slots: int = 64, architecture: Architecture = Architecture.QWEN3, seed: int = 0) -> TorchEngine:
     return TorchEngine(model(architecture), seed=seed, num_slots=num_slots, device=CPU, dtype=torch.float32)
 
 
-def trainer(architecture: Architecture = Architecture.QWEN3, temperature: float = 1.0, seed: int = 7) -> TorchBackend:
+def new_trainer(architecture: Architecture = Architecture.QWEN3, temperature: float = 1.0, seed: int = 7) -> TorchBackend:
     settings = TorchSettings(TrainingConfig(), seed=seed, temperature=temperature, device=CPU)
     return TorchBackend(model(architecture), settings)
 
 
-def requests(
+def make_requests(
     count: int, *, temperature: float = 1.0, max_new_tokens: int = 12, stop=(1, 2, 3, 4)
 ) -> list[GenerationRequest]:
     rng = random.Random(1)
@@ -73,17 +73,17 @@ def requests(
     ]
 
 
-async def generate_all(served: InferenceEngine, asked: list[GenerationRequest]) -> list[Completion]:
-    return await asyncio.gather(*(served.generate(request) for request in asked))
+async def generate_all(engine: InferenceEngine, requests: list[GenerationRequest]) -> list[Completion]:
+    return await asyncio.gather(*(engine.generate(request) for request in requests))
 
 
 @cache
 def weights(seed: int = 7, architecture: Architecture = Architecture.QWEN3) -> list[tuple[str, torch.Tensor]]:
-    return list(trainer(architecture, seed=seed).weights())
+    return list(new_trainer(architecture, seed=seed).weights())
 
 
-def update(version: int, seed: int = 7, architecture: Architecture = Architecture.QWEN3) -> WeightsUpdate:
-    """Weights as they arrive: in buckets, beside what the trainer says of them."""
+def weights_update(version: int, seed: int = 7, architecture: Architecture = Architecture.QWEN3) -> WeightsUpdate:
+    """Build an update as it arrives in a run: weights through buckets, with the trainer's check."""
     recorder = CheckRecorder(version)
     buckets = list(pack(recorder.observe(weights(seed, architecture)), bucket_bytes=10_000))
     return WeightsUpdate(version, unpack(buckets), recorder.check)
@@ -92,23 +92,24 @@ def update(version: int, seed: int = 7, architecture: Architecture = Architectur
 # -------------------------------------------------------------------------------------------------- subjects
 @dataclass
 class Subject:
-    """An engine under test, and the time it lives in."""
+    """Kind of engine under test, with the event loop in which it runs."""
 
     run: Callable[[Coroutine[Any, Any, Any]], Any]
+    """Function that runs a coroutine to its end, in real or virtual time."""
     interruptions: range
-    """Steps after which it is interrupted in turn."""
+    """Numbers of steps after which tests interrupt the engine, one after another."""
 
     async def engine(self, num_slots: int = 64) -> InferenceEngine:
-        """With weights version 0."""
+        """Return an engine with weights version 0."""
         raise NotImplementedError
 
-    async def settled(self, served: InferenceEngine, steps: int) -> None:
-        """Let the engine take some steps."""
+    async def wait_steps(self, engine: InferenceEngine, steps: int) -> None:
+        """Wait until the engine has taken some steps, or is idle."""
         raise NotImplementedError
 
-    def run_all(self, asked: list[GenerationRequest], num_slots: int = 64) -> list[Completion]:
+    def run_all(self, requests: list[GenerationRequest], num_slots: int = 64) -> list[Completion]:
         async def ask() -> list[Completion]:
-            return await generate_all(await self.engine(num_slots), asked)
+            return await generate_all(await self.engine(num_slots), requests)
 
         return self.run(ask())
 
@@ -120,11 +121,11 @@ class TorchSubject(Subject):
         self.num_workers = 1
 
     async def engine(self, num_slots: int = 64) -> InferenceEngine:
-        return torch_subject(num_slots, self.architecture)
+        return new_torch_engine(num_slots, self.architecture)
 
-    async def settled(self, served: InferenceEngine, steps: int) -> None:
+    async def wait_steps(self, engine: InferenceEngine, steps: int) -> None:
         for _ in range(steps):
-            await asyncio.sleep(0)  # it yields to the event loop after each
+            await asyncio.sleep(0)  # the engine yields to the event loop after each step
 
 
 class RehearsalSubject(Subject):
@@ -135,12 +136,12 @@ class RehearsalSubject(Subject):
         latency = RehearsalInference(seconds_per_token=1.0, seconds_to_first_token=0.25, median_tokens=8, sigma=0.7)
         return RehearsalEngine(latency, num_slots=num_slots)
 
-    async def settled(self, served: InferenceEngine, steps: int) -> None:
-        await asyncio.sleep(float(steps))  # virtual seconds, each a token's
+    async def wait_steps(self, engine: InferenceEngine, steps: int) -> None:
+        await asyncio.sleep(float(steps))  # virtual seconds; a token takes one
 
 
 class VllmSubject(Subject):
-    """One engine for all tests, in one event loop; each test gets it with the slots it wants and weights version 0."""
+    """One vLLM engine for all tests, in one event loop. Each test gets it with its number of slots and weights version 0."""
 
     def __init__(self, architecture: Architecture, num_workers: int = 1):
         self.architecture = architecture
@@ -160,27 +161,27 @@ class VllmSubject(Subject):
                 num_threads=1,
             )
         self._engine._num_slots = num_slots
-        await adopt(self._engine, update(0, seed=0, architecture=self.architecture), InFlightPolicy.FINISH)
+        await adopt(self._engine, weights_update(0, seed=0, architecture=self.architecture), InFlightPolicy.FINISH)
         return self._engine
 
-    async def settled(self, served: InferenceEngine, steps: int) -> None:
-        assert isinstance(served, VllmEngine)
-        await served._llm.collective_rpc("slow_down", args=(SLOW_STEP_S,))
-        before, *_ = await served._llm.collective_rpc("count_steps")
-        while served._running:
-            now, *_ = await served._llm.collective_rpc("count_steps")
+    async def wait_steps(self, engine: InferenceEngine, steps: int) -> None:
+        assert isinstance(engine, VllmEngine)
+        await engine._llm.collective_rpc("slow_down", args=(SLOW_STEP_S,))
+        before, *_ = await engine._llm.collective_rpc("count_steps")
+        while engine._running:
+            now, *_ = await engine._llm.collective_rpc("count_steps")
             if now - before >= steps:
                 break
-        await served._llm.collective_rpc("slow_down", args=(0.0,))
+        await engine._llm.collective_rpc("slow_down", args=(0.0,))
 
-    def forget(self) -> None:
-        """Whoever asks next gets another engine."""
+    def discard_engine(self) -> None:
+        """Close the engine; the next test starts another."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
 
     def close(self) -> None:
-        self.forget()
+        self.discard_engine()
         self._runner.close()
 
 
@@ -218,50 +219,50 @@ def model_subject(request: pytest.FixtureRequest, vllm_subjects: dict[str, VllmS
 # -------------------------------------------------------------------------------------------------- tokens
 @pytest.mark.parametrize("num_slots", [1, 3, 64])
 def test_tokens_do_not_depend_on_how_many_sequences_share_the_engine(subject, num_slots):
-    asked = requests(20)
-    alone = subject.run_all(asked, num_slots=1)
-    together = subject.run_all(asked, num_slots)
+    requests = make_requests(20)
+    alone = subject.run_all(requests, num_slots=1)
+    together = subject.run_all(requests, num_slots)
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
 
 
 def test_prompts_too_many_for_one_step_are_computed_in_parts(subject):
-    """4,096 tokens of prompts at once, twice what vLLM takes in a step."""
-    asked = [
+    """Prompts of 4,096 tokens in all: twice what vLLM computes in one step."""
+    requests = [
         GenerationRequest(str(i), tuple(random.Random(i).choices(range(5, 60), k=32)), 8, 1.0, NO_STOP, seed=i)
         for i in range(128)
     ]
-    alone = subject.run_all(asked, num_slots=16)
-    assert [c.token_ids for c in subject.run_all(asked, num_slots=128)] == [c.token_ids for c in alone]
+    alone = subject.run_all(requests, num_slots=16)
+    assert [c.token_ids for c in subject.run_all(requests, num_slots=128)] == [c.token_ids for c in alone]
 
 
-def test_a_seed_gives_its_tokens_again_and_another_seed_others(subject):
-    asked = requests(8, stop=NO_STOP)
-    first, again = subject.run_all(asked), subject.run_all(asked)
+def test_a_seed_reproduces_its_tokens_and_another_seed_gives_others(subject):
+    requests = make_requests(8, stop=NO_STOP)
+    first, again = subject.run_all(requests), subject.run_all(requests)
     assert [c.token_ids for c in first] == [c.token_ids for c in again]
     assert len({c.token_ids for c in first}) == 8
 
 
 def test_generation_ends_at_a_stop_token_or_at_its_length(subject):
-    asked = requests(40)
-    completions = subject.run_all(asked)
+    requests = make_requests(40)
+    completions = subject.run_all(requests)
     assert {completion.ending for completion in completions} == {Ending.STOP, Ending.LENGTH}
-    for request, completion in zip(asked, completions, strict=True):
+    for request, completion in zip(requests, completions, strict=True):
         stopped = completion.token_ids[-1] in request.stop_token_ids
         assert not set(completion.token_ids[:-1]) & set(request.stop_token_ids)
         assert completion.ending is (Ending.STOP if stopped else Ending.LENGTH)
         assert stopped or len(completion.token_ids) == request.max_new_tokens
 
 
-def test_a_finished_sequence_makes_room_at_once(subject):
-    """With two slots, one long request and many short ones: the short ones all finish while the long one still runs."""
+def test_a_finished_sequence_frees_its_slot_at_once(subject):
+    """Two slots, one long request and many short ones: all short ones finish while the long one still runs."""
 
     async def finish_order() -> list[str]:
-        served, order = await subject.engine(2), []
+        engine, order = await subject.engine(2), []
         long = GenerationRequest("long", (5, 6), 40, 1.0, NO_STOP, seed=1)
         short = [GenerationRequest(f"short {i}", (5, 6), 3, 1.0, NO_STOP, seed=i) for i in range(8)]
 
         async def one(request: GenerationRequest) -> None:
-            await served.generate(request)
+            await engine.generate(request)
             order.append(request.request_id)
 
         await asyncio.gather(*(one(request) for request in [long, *short]))
@@ -270,32 +271,32 @@ def test_a_finished_sequence_makes_room_at_once(subject):
     assert subject.run(finish_order())[-1] == "long"
 
 
-def test_completions_are_given_out_as_they_come(subject):
-    """As a role does it: who waits for many has the first of them while the others are on their way."""
+def test_completions_of_many_requests_are_returned_as_they_finish(subject):
+    """A role returns the first completions while the other requests are still in flight."""
     lengths = {"long": 40, "short": 2, "middling": 12}
-    asked = [GenerationRequest(name, (5, 6), length, 1.0, NO_STOP, seed=1) for name, length in lengths.items()]
+    requests = [GenerationRequest(name, (5, 6), length, 1.0, NO_STOP, seed=1) for name, length in lengths.items()]
 
     async def order() -> list[tuple[str, int]]:
-        served = await subject.engine()
-        streamed = as_they_finish(served.generate(request) for request in asked)
+        engine = await subject.engine()
+        streamed = as_they_finish(engine.generate(request) for request in requests)
         return [(c.request_id, len(c.token_ids)) async for together in streamed for c in together]
 
     assert subject.run(order()) == [("short", 2), ("middling", 12), ("long", 40)]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sampler_and_trainer_agree_on_the_logprob_of_every_token_after_several_updates(model_subject, temperature):
-    """Each update with other weights: tied embeddings, fused matrices and experts must follow."""
-    architecture, asked = model_subject.architecture, requests(24, temperature=temperature)
+def test_sampler_and_trainer_logprobs_match_for_every_token_after_several_updates(model_subject, temperature):
+    """Each update has other weights: tied embeddings, fused matrices and experts must be updated too."""
+    architecture, requests = model_subject.architecture, make_requests(24, temperature=temperature)
 
     async def after_updates() -> list[Completion]:
-        served = await model_subject.engine(5)
+        engine = await model_subject.engine(5)
         for version in (1, 2, 3):
-            await adopt(served, update(version, seed=version, architecture=architecture), InFlightPolicy.FINISH)
-        return await generate_all(served, asked)
+            await adopt(engine, weights_update(version, seed=version, architecture=architecture), InFlightPolicy.FINISH)
+        return await generate_all(engine, requests)
 
-    backend = trainer(architecture, temperature, seed=3)
-    for request, completion in zip(asked, model_subject.run(after_updates()), strict=True):
+    backend = new_trainer(architecture, temperature, seed=3)
+    for request, completion in zip(requests, model_subject.run(after_updates()), strict=True):
         (batch,) = cut(
             [demonstration_sample(request.prompt_ids, completion.token_ids)], PackingLimits(1000, None, Packing.ROWS)
         )
@@ -303,18 +304,18 @@ def test_sampler_and_trainer_agree_on_the_logprob_of_every_token_after_several_u
         assert difference.abs().max().item() < 1e-4
 
 
-def test_a_prompt_that_several_share_is_computed_by_the_weights_of_the_day(model_subject):
-    """Long enough to be kept for who asks next: by new weights it must be computed anew."""
+def test_a_cached_prompt_is_computed_again_after_new_weights(model_subject):
+    """The prompt is long enough for the prefix cache, whose entries new weights must invalidate."""
     architecture, prompt = model_subject.architecture, tuple(random.Random(3).choices(range(5, 60), k=36))
-    asked = [GenerationRequest(str(seed), prompt, 8, 1.0, NO_STOP, seed=seed) for seed in range(4)]
+    requests = [GenerationRequest(str(seed), prompt, 8, 1.0, NO_STOP, seed=seed) for seed in range(4)]
 
     async def before_and_after() -> list[Completion]:
-        served = await model_subject.engine(2)
-        await generate_all(served, asked)
-        await adopt(served, update(1, seed=3, architecture=architecture), InFlightPolicy.FINISH)
-        return await generate_all(served, asked)
+        engine = await model_subject.engine(2)
+        await generate_all(engine, requests)
+        await adopt(engine, weights_update(1, seed=3, architecture=architecture), InFlightPolicy.FINISH)
+        return await generate_all(engine, requests)
 
-    backend = trainer(architecture, seed=3)
+    backend = new_trainer(architecture, seed=3)
     for completion in model_subject.run(before_and_after()):
         (batch,) = cut([demonstration_sample(prompt, completion.token_ids)], PackingLimits(1000, None, Packing.ROWS))
         difference = backend.logprobs([batch], Policy.CURRENT)[0] - torch.tensor(completion.sampler_logprobs)
@@ -322,16 +323,16 @@ def test_a_prompt_that_several_share_is_computed_by_the_weights_of_the_day(model
 
 
 def test_all_engines_draw_the_same_tokens_from_the_same_weights(vllm_subjects):
-    """Not only as likely: the same. What a run learns does not depend on the engine it was given."""
-    asked = [*requests(40), *requests(8, temperature=0.0)]
-    by_torch, by_vllm = (subject.run_all(asked) for subject in (TorchSubject(), vllm_subjects["vllm"]))
+    """Tokens are equal, not only equally distributed: the choice of the engine does not change what a run learns."""
+    requests = [*make_requests(40), *make_requests(8, temperature=0.0)]
+    by_torch, by_vllm = (subject.run_all(requests) for subject in (TorchSubject(), vllm_subjects["vllm"]))
     assert [c.token_ids for c in by_vllm] == [c.token_ids for c in by_torch]
 
 
 def logits_after(prompt: tuple[int, ...]) -> torch.Tensor:
-    """Of the weights that engines begin with."""
+    """Logits at every position of a prompt, by the weights that engines start with."""
     with torch.no_grad():
-        return torch_subject()._model(torch.tensor([prompt])).logits[0]
+        return new_torch_engine()._model(torch.tensor([prompt])).logits[0]
 
 
 @pytest.mark.parametrize("kind", ["torch", "vllm"])
@@ -345,8 +346,8 @@ def test_greedy_takes_the_likeliest_token(kind, vllm_subjects):
 @pytest.mark.parametrize("kind", ["torch", "vllm"])
 def test_sampling_follows_the_distribution(kind, vllm_subjects):
     """2,000 first tokens of one prompt against the model's own probabilities, by a chi-square bound."""
-    asked = [GenerationRequest(str(i), (5, 9), 1, 1.0, NO_STOP, seed=i) for i in range(2000)]
-    completions = {"torch": TorchSubject(), **vllm_subjects}[kind].run_all(asked)
+    requests = [GenerationRequest(str(i), (5, 9), 1, 1.0, NO_STOP, seed=i) for i in range(2000)]
+    completions = {"torch": TorchSubject(), **vllm_subjects}[kind].run_all(requests)
     probabilities = logits_after((5, 9))[-1].softmax(-1)
     counts = torch.bincount(torch.tensor([c.token_ids[0] for c in completions]), minlength=len(probabilities)).double()
     expected = probabilities.double() * len(completions)
@@ -356,13 +357,13 @@ def test_sampling_follows_the_distribution(kind, vllm_subjects):
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5  # five standard deviations
 
 
-# -------------------------------------------------------------------------------------------------- new weights
+# -------------------------------------------------------------------------------------------------- updates of weights
 def test_every_token_carries_the_version_that_produced_it_when_generation_continues(subject):
     async def across_an_update() -> Completion:
-        served = await subject.engine()
-        pending = asyncio.create_task(served.generate(GenerationRequest("a", (5, 6), 12, 1.0, NO_STOP, seed=1)))
-        await subject.settled(served, 5)
-        await adopt(served, update(4), InFlightPolicy.CONTINUE)
+        engine = await subject.engine()
+        pending = asyncio.create_task(engine.generate(GenerationRequest("a", (5, 6), 12, 1.0, NO_STOP, seed=1)))
+        await subject.wait_steps(engine, 5)
+        await adopt(engine, weights_update(4), InFlightPolicy.CONTINUE)
         return await pending
 
     versions = subject.run(across_an_update()).weights_versions
@@ -373,11 +374,11 @@ def test_every_token_carries_the_version_that_produced_it_when_generation_contin
 
 def test_finish_lets_running_requests_end_with_the_weights_they_began_with(subject):
     async def across_an_update() -> list[Completion]:
-        served = await subject.engine(2)
-        asked = [GenerationRequest(str(i), (5, 6), 6, 1.0, NO_STOP, seed=i) for i in range(4)]
-        pending = [asyncio.create_task(served.generate(request)) for request in asked]
-        await subject.settled(served, 3)
-        await adopt(served, update(4), InFlightPolicy.FINISH)
+        engine = await subject.engine(2)
+        requests = [GenerationRequest(str(i), (5, 6), 6, 1.0, NO_STOP, seed=i) for i in range(4)]
+        pending = [asyncio.create_task(engine.generate(request)) for request in requests]
+        await subject.wait_steps(engine, 3)
+        await adopt(engine, weights_update(4), InFlightPolicy.FINISH)
         return await asyncio.gather(*pending)
 
     completions = subject.run(across_an_update())
@@ -386,11 +387,11 @@ def test_finish_lets_running_requests_end_with_the_weights_they_began_with(subje
 
 def test_resume_ends_running_requests_with_what_they_have_and_starts_waiting_ones_with_the_new_weights(subject):
     async def across_an_update() -> list[Completion]:
-        served = await subject.engine(2)
-        asked = [GenerationRequest(str(i), (5, 6), 30, 1.0, NO_STOP, seed=i) for i in range(4)]
-        pending = [asyncio.create_task(served.generate(request)) for request in asked]
-        await subject.settled(served, 5)
-        await adopt(served, update(4), InFlightPolicy.RESUME)
+        engine = await subject.engine(2)
+        requests = [GenerationRequest(str(i), (5, 6), 30, 1.0, NO_STOP, seed=i) for i in range(4)]
+        pending = [asyncio.create_task(engine.generate(request)) for request in requests]
+        await subject.wait_steps(engine, 5)
+        await adopt(engine, weights_update(4), InFlightPolicy.RESUME)
         return await asyncio.gather(*pending)
 
     *interrupted, third, fourth = subject.run(across_an_update())
@@ -403,7 +404,7 @@ def test_resume_ends_running_requests_with_what_they_have_and_starts_waiting_one
         assert completion.weights_versions == (4,) * 30
 
 
-def joined(parts: list[Completion]) -> Completion:
+def join_parts(parts: list[Completion]) -> Completion:
     return Completion(
         parts[0].request_id,
         token_ids=sum((part.token_ids for part in parts), ()),
@@ -413,17 +414,17 @@ def joined(parts: list[Completion]) -> Completion:
     )
 
 
-async def in_pieces(
+async def generate_in_pieces(
     subject: Subject,
-    served: InferenceEngine,
-    asked: list[GenerationRequest],
+    engine: InferenceEngine,
+    requests: list[GenerationRequest],
     interrupt: Callable[[], Awaitable[None]],
     at: int,
 ) -> list[Completion]:
-    """Interrupt all that run after `at` steps and then every four, and resume them, until all have ended by themselves."""
-    parts: dict[str, list[Completion]] = {request.request_id: [] for request in asked}
-    pending = {asyncio.create_task(served.generate(request)): request for request in asked}
-    await subject.settled(served, at)
+    """Interrupt all requests after `at` steps and then every four, and resume them, until all have ended by themselves."""
+    parts: dict[str, list[Completion]] = {request.request_id: [] for request in requests}
+    pending = {asyncio.create_task(engine.generate(request)): request for request in requests}
+    await subject.wait_steps(engine, at)
     while pending:
         await interrupt()
         await asyncio.sleep(0)
@@ -432,34 +433,34 @@ async def in_pieces(
             parts[request.request_id].append(part)
             if part.ending is Ending.ABORTED:
                 rest = replace(request, prefix_ids=request.prefix_ids + part.token_ids)
-                pending[asyncio.create_task(served.generate(rest))] = rest
-        await subject.settled(served, 4)
-    return [joined(parts[request.request_id]) for request in asked]
+                pending[asyncio.create_task(engine.generate(rest))] = rest
+        await subject.wait_steps(engine, 4)
+    return [join_parts(parts[request.request_id]) for request in requests]
 
 
 @pytest.mark.parametrize("num_slots", [3, 64])
 @pytest.mark.parametrize("how", ["abort", "adopt"])
 def test_a_request_interrupted_anywhere_and_resumed_gives_the_tokens_of_an_uninterrupted_one(subject, how, num_slots):
-    asked = requests(12, max_new_tokens=14)
+    requests = make_requests(12, max_new_tokens=14)
 
     async def uninterrupted() -> list[Completion]:
-        served = await subject.engine(num_slots)
-        await adopt(served, update(1), InFlightPolicy.FINISH)
-        return await generate_all(served, asked)
+        engine = await subject.engine(num_slots)
+        await adopt(engine, weights_update(1), InFlightPolicy.FINISH)
+        return await generate_all(engine, requests)
 
     async def interrupted(at: int) -> list[Completion]:
-        served, version = await subject.engine(num_slots), 1
-        await adopt(served, update(version), InFlightPolicy.FINISH)
+        engine, version = await subject.engine(num_slots), 1
+        await adopt(engine, weights_update(version), InFlightPolicy.FINISH)
 
         async def interrupt() -> None:
             nonlocal version
             if how == "abort":
-                await served.abort(*(request.request_id for request in asked))
+                await engine.abort(*(request.request_id for request in requests))
             else:
                 version += 1
-                await adopt(served, update(version), InFlightPolicy.RESUME)
+                await adopt(engine, weights_update(version), InFlightPolicy.RESUME)
 
-        return await in_pieces(subject, served, asked, interrupt, at)
+        return await generate_in_pieces(subject, engine, requests, interrupt, at)
 
     whole = subject.run(uninterrupted())
     for at in subject.interruptions:
@@ -469,16 +470,16 @@ def test_a_request_interrupted_anywhere_and_resumed_gives_the_tokens_of_an_unint
             assert pieces.ending is expected.ending
 
 
-def test_a_resumed_completion_says_which_version_produced_which_token_and_answers_only_what_is_new(subject):
+def test_a_resumed_completion_has_only_the_new_tokens_each_with_its_weights_version(subject):
     request = GenerationRequest("a", (5, 6), 12, 1.0, NO_STOP, seed=1)
 
     async def across_an_update() -> tuple[Completion, Completion]:
-        served = await subject.engine()
-        pending = asyncio.create_task(served.generate(request))
-        await subject.settled(served, 6)
-        await adopt(served, update(4), InFlightPolicy.RESUME)
+        engine = await subject.engine()
+        pending = asyncio.create_task(engine.generate(request))
+        await subject.wait_steps(engine, 6)
+        await adopt(engine, weights_update(4), InFlightPolicy.RESUME)
         first = await pending
-        return first, await served.generate(replace(request, prefix_ids=first.token_ids))
+        return first, await engine.generate(replace(request, prefix_ids=first.token_ids))
 
     first, rest = subject.run(across_an_update())
     assert first.weights_versions == (0,) * len(first.token_ids)
@@ -495,21 +496,21 @@ def test_a_completion_that_has_ended_cannot_be_resumed():
 
 
 def test_contexts_too_many_for_one_prefill_are_prefilled_in_parts(monkeypatch):
-    asked = requests(20)
-    at_once = TorchSubject().run_all(asked)
+    requests = make_requests(20)
+    at_once = TorchSubject().run_all(requests)
     monkeypatch.setattr(torch_engine, "PREFILL_TOKENS", 8)
-    assert [c.token_ids for c in TorchSubject().run_all(asked)] == [c.token_ids for c in at_once]
+    assert [c.token_ids for c in TorchSubject().run_all(requests)] == [c.token_ids for c in at_once]
 
 
 def test_an_aborted_request_ends_alone(subject):
     async def abort_one() -> list[Completion]:
-        served = await subject.engine(2)
-        asked = [GenerationRequest(str(i), (5, 6), 10, 1.0, NO_STOP, seed=i) for i in range(3)]
-        pending = [asyncio.create_task(served.generate(request)) for request in asked]
-        await subject.settled(served, 4)
-        await served.abort("0")
-        await served.abort("2")
-        await served.abort("never heard of")
+        engine = await subject.engine(2)
+        requests = [GenerationRequest(str(i), (5, 6), 10, 1.0, NO_STOP, seed=i) for i in range(3)]
+        pending = [asyncio.create_task(engine.generate(request)) for request in requests]
+        await subject.wait_steps(engine, 4)
+        await engine.abort("0")
+        await engine.abort("2")
+        await engine.abort("unknown")
         return await asyncio.gather(*pending)
 
     first, second, third = subject.run(abort_one())
@@ -520,55 +521,55 @@ def test_an_aborted_request_ends_alone(subject):
 
 def test_sleep_with_a_request_in_flight_is_refused(subject):
     async def fall_asleep() -> list[Completion]:
-        served = await subject.engine(1)
-        pending = [asyncio.create_task(served.generate(request)) for request in requests(3, stop=NO_STOP)]
-        await subject.settled(served, 3)
+        engine = await subject.engine(1)
+        pending = [asyncio.create_task(engine.generate(request)) for request in make_requests(3, stop=NO_STOP)]
+        await subject.wait_steps(engine, 3)
         with pytest.raises(AssertionError, match="must not sleep with 3 requests in flight"):
-            await served.sleep()
+            await engine.sleep()
         completions = await asyncio.gather(*pending)
-        await served.sleep()
-        await served.wake()
+        await engine.sleep()
+        await engine.wake()
         return completions
 
     assert [len(completion.token_ids) for completion in subject.run(fall_asleep())] == [12, 12, 12]
 
 
-def test_an_engine_that_slept_serves_nobody_before_it_has_new_weights(subject):
+def test_an_engine_that_slept_generates_nothing_before_it_has_new_weights(subject):
     async def wake_without() -> Completion:
-        served = await subject.engine(1)
-        await served.sleep()
-        await served.wake()
-        early = asyncio.create_task(served.generate(GenerationRequest("early", (5, 6), 10, 1.0, NO_STOP, seed=1)))
+        engine = await subject.engine(1)
+        await engine.sleep()
+        await engine.wake()
+        early = asyncio.create_task(engine.generate(GenerationRequest("early", (5, 6), 10, 1.0, NO_STOP, seed=1)))
         await asyncio.sleep(0)
-        await adopt(served, update(7), InFlightPolicy.FINISH)
+        await adopt(engine, weights_update(7), InFlightPolicy.FINISH)
         return await early
 
     assert set(subject.run(wake_without()).weights_versions) == {7}
 
 
-def test_whoever_asked_and_went_away_makes_room(subject):
-    async def go_away() -> Completion:
-        served = await subject.engine(1)
-        gone = asyncio.create_task(served.generate(GenerationRequest("gone", (5, 6), 40, 1.0, NO_STOP, seed=1)))
-        await subject.settled(served, 3)
-        gone.cancel()
-        completion = await served.generate(GenerationRequest("next", (5, 6), 3, 1.0, NO_STOP, seed=2))
-        await served.sleep()
+def test_a_cancelled_request_frees_its_slot(subject):
+    async def cancel_one() -> Completion:
+        engine = await subject.engine(1)
+        cancelled = asyncio.create_task(engine.generate(GenerationRequest("cancelled", (5, 6), 40, 1.0, NO_STOP, seed=1)))
+        await subject.wait_steps(engine, 3)
+        cancelled.cancel()
+        completion = await engine.generate(GenerationRequest("next", (5, 6), 3, 1.0, NO_STOP, seed=2))
+        await engine.sleep()
         return completion
 
-    assert len(subject.run(go_away()).token_ids) == 3
+    assert len(subject.run(cancel_one()).token_ids) == 3
 
 
-def test_64_requests_at_once_of_which_some_are_aborted(subject):
+def test_some_of_64_concurrent_requests_are_aborted(subject):
     unwanted = {f"{i}" for i in range(0, 64, 8)}
 
     async def abort_some() -> list[Completion]:
-        served = await subject.engine(64)
-        asked = [GenerationRequest(str(i), (5, 6 + i % 7), 30, 1.0, NO_STOP, seed=i) for i in range(64)]
-        pending = [asyncio.create_task(served.generate(request)) for request in asked]
-        await subject.settled(served, 4)
+        engine = await subject.engine(64)
+        requests = [GenerationRequest(str(i), (5, 6 + i % 7), 30, 1.0, NO_STOP, seed=i) for i in range(64)]
+        pending = [asyncio.create_task(engine.generate(request)) for request in requests]
+        await subject.wait_steps(engine, 4)
         for one in sorted(unwanted):
-            await served.abort(one)
+            await engine.abort(one)
         return await asyncio.gather(*pending)
 
     completions = subject.run(abort_some())
@@ -581,14 +582,14 @@ def test_new_weights_change_what_is_generated_and_sleep_changes_nothing(model_su
     architecture = model_subject.architecture
 
     async def three_times() -> list[tuple[tuple[int, ...], ...]]:
-        served, asked = await model_subject.engine(), requests(4, stop=NO_STOP)
-        before = await generate_all(served, asked)
-        await served.sleep()
-        await adopt(served, update(1, seed=0, architecture=architecture), InFlightPolicy.FINISH)
-        await served.wake()
-        after_sleep = await generate_all(served, asked)
-        await adopt(served, update(2, seed=2, architecture=architecture), InFlightPolicy.FINISH)
-        return [tuple(c.token_ids for c in batch) for batch in (before, after_sleep, await generate_all(served, asked))]
+        engine, requests = await model_subject.engine(), make_requests(4, stop=NO_STOP)
+        before = await generate_all(engine, requests)
+        await engine.sleep()
+        await adopt(engine, weights_update(1, seed=0, architecture=architecture), InFlightPolicy.FINISH)
+        await engine.wake()
+        after_sleep = await generate_all(engine, requests)
+        await adopt(engine, weights_update(2, seed=2, architecture=architecture), InFlightPolicy.FINISH)
+        return [tuple(c.token_ids for c in batch) for batch in (before, after_sleep, await generate_all(engine, requests))]
 
     before, after_sleep, other_weights = model_subject.run(three_times())
     assert before == after_sleep
@@ -596,40 +597,42 @@ def test_new_weights_change_what_is_generated_and_sleep_changes_nothing(model_su
 
 
 # -------------------------------------------------------------------------------------------------- damaged weights
-def uneven(architecture: Architecture) -> list[tuple[str, torch.Tensor]]:
-    """Weights no two of which are the same, as norms are to begin with."""
+def distinct_weights(architecture: Architecture) -> list[tuple[str, torch.Tensor]]:
+    """Weights with noise. Without it, new norms have equal elements, and permuting them would change nothing."""
     generator = torch.Generator().manual_seed(1)
     return [(name, t + 0.1 * torch.rand(t.shape, generator=generator)) for name, t in weights(7, architecture)]
 
 
-def permuted(tensors: list[tuple[str, torch.Tensor]], name: str) -> list[tuple[str, torch.Tensor]]:
-    """With the columns of one tensor in another order."""
+def permute_columns(tensors: list[tuple[str, torch.Tensor]], name: str) -> list[tuple[str, torch.Tensor]]:
+    """Rotate the columns of the tensor `name` by one."""
     return [(n, t.roll(1, dims=-1) if n == name else t) for n, t in tensors]
 
 
-def test_weights_that_were_damaged_on_the_way_are_refused_by_name_and_nobody_is_served(model_subject):
+def test_damaged_weights_are_refused_by_name_and_nothing_is_generated_with_them(model_subject):
     architecture = model_subject.architecture
-    whole = uneven(architecture)
+    whole = distinct_weights(architecture)
 
     async def refused() -> None:
-        served = await model_subject.engine()
-        looked_at = {False: 0, True: 0}
+        engine = await model_subject.engine()
+        num_damaged = {False: 0, True: 0}  # by whether it is a tensor of experts
         for version in range(1, 6):
             recorder = CheckRecorder(version)
             list(recorder.observe(whole))
             for name in (sample.name for sample in recorder.check.samples):
-                looked_at[is_expert_tensor(name)] += 1
+                num_damaged[is_expert_tensor(name)] += 1
                 with pytest.raises(WrongWeights, match=f"weights version {version} differs .*{name}"):
-                    await adopt(served, WeightsUpdate(version, permuted(whole, name), recorder.check), InFlightPolicy.FINISH)
-        assert looked_at == {
+                    await adopt(
+                        engine, WeightsUpdate(version, permute_columns(whole, name), recorder.check), InFlightPolicy.FINISH
+                    )
+        assert num_damaged == {
             False: 5 * SAMPLED_TENSORS,
             True: 5 * SAMPLED_TENSORS if architecture is Architecture.QWEN3_MOE else 0,
         }
-        asked = asyncio.create_task(served.generate(requests(1)[0]))
-        done, _ = await asyncio.wait([asked], timeout=0.2)
-        assert not done, "an engine with damaged weights answered"
-        await adopt(served, update(9, architecture=architecture), InFlightPolicy.FINISH)
-        assert set((await asked).weights_versions) == {9}
+        pending = asyncio.create_task(engine.generate(make_requests(1)[0]))
+        done, _ = await asyncio.wait([pending], timeout=0.2)
+        assert not done, "an engine with damaged weights generated"
+        await adopt(engine, weights_update(9, architecture=architecture), InFlightPolicy.FINISH)
+        assert set((await pending).weights_versions) == {9}
 
     model_subject.run(refused())
 
@@ -641,80 +644,80 @@ def routed_subject(request: pytest.FixtureRequest, vllm_subjects: dict[str, Vllm
 
 @pytest.fixture(params=ROUTES)
 def route(request: pytest.FixtureRequest, routed_subject: TorchSubject | VllmSubject, tmp_path: Path) -> Route:
-    """Ways to that engine."""
+    """Route to the engine of `routed_subject`."""
     return ROUTES[request.param](tmp_path, routed_subject.num_workers)
 
 
-def test_by_every_route_come_the_weights_that_were_sent(routed_subject, route):
-    asked, architecture = requests(8), routed_subject.architecture
+def test_every_route_delivers_the_weights_that_were_sent(routed_subject, route):
+    requests, architecture = make_requests(8), routed_subject.architecture
 
-    async def by_route() -> list[Completion]:
-        served = await routed_subject.engine()
+    async def after_deliveries() -> list[Completion]:
+        engine = await routed_subject.engine()
         for version in (1, 2):
             sent = weights(version, architecture)
-            await route.deliver(served, Parcel(version, sent, promised=sent))
-        return await generate_all(served, asked)
+            await route.deliver(engine, Delivery(version, sent, checked=sent))
+        return await generate_all(engine, requests)
 
-    async def at_once() -> list[Completion]:
-        served = await routed_subject.engine()
-        await adopt(served, update(2, seed=2, architecture=architecture), InFlightPolicy.FINISH)
-        return await generate_all(served, asked)
+    async def after_adopting() -> list[Completion]:
+        engine = await routed_subject.engine()
+        await adopt(engine, weights_update(2, seed=2, architecture=architecture), InFlightPolicy.FINISH)
+        return await generate_all(engine, requests)
 
-    assert routed_subject.run(by_route()) == routed_subject.run(at_once())
+    assert routed_subject.run(after_deliveries()) == routed_subject.run(after_adopting())
 
 
-def test_by_every_route_a_permuted_tensor_is_refused_by_name(routed_subject, route):
-    whole = uneven(routed_subject.architecture)
-    name = Parcel(2, whole, whole).check.samples[0].name
+def test_a_permuted_tensor_is_refused_by_name_on_every_route(routed_subject, route):
+    whole = distinct_weights(routed_subject.architecture)
+    name = Delivery(2, whole, whole).check.samples[0].name
 
     async def refused() -> None:
-        served = await routed_subject.engine()
-        await route.deliver(served, Parcel(1, whole, promised=whole))
+        engine = await routed_subject.engine()
+        await route.deliver(engine, Delivery(1, whole, checked=whole))
         with pytest.raises(WrongWeights, match=f"weights version 2 differs .*{name}"):
-            await route.deliver(served, Parcel(2, permuted(whole, name), promised=whole))
+            await route.deliver(engine, Delivery(2, permute_columns(whole, name), checked=whole))
 
     routed_subject.run(refused())
 
 
-def test_by_every_route_a_lost_bucket_is_named(routed_subject, route):
+def test_a_lost_bucket_is_named_on_every_route(routed_subject, route):
     whole = weights(7, routed_subject.architecture)
     lost, _ = whole[len(whole) // 2]
 
     async def refused() -> None:
-        served = await routed_subject.engine()
+        engine = await routed_subject.engine()
         with pytest.raises(WrongWeights, match=f"weights version 1 lacks .*{lost}"):
-            await route.deliver(served, Parcel(1, whole, promised=whole, lost=lost))
+            await route.deliver(engine, Delivery(1, whole, checked=whole, lost=lost))
 
     routed_subject.run(refused())
 
 
-def test_by_every_route_an_old_version_under_a_new_number_is_refused(routed_subject, route):
+def test_an_old_version_under_a_new_number_is_refused_on_every_route(routed_subject, route):
     old, new = weights(7, routed_subject.architecture), weights(8, routed_subject.architecture)
 
     async def refused() -> None:
-        served = await routed_subject.engine()
-        await route.deliver(served, Parcel(1, old, promised=old))
+        engine = await routed_subject.engine()
+        await route.deliver(engine, Delivery(1, old, checked=old))
         with pytest.raises(WrongWeights, match="weights version 2 differs from the trainer's: "):
-            await route.deliver(served, Parcel(2, old, promised=new))
+            await route.deliver(engine, Delivery(2, old, checked=new))
 
     routed_subject.run(refused())
 
 
-def test_an_update_that_broke_off_is_made_again_from_its_beginning(model_subject):
-    """Half of a layer's tensors are there when the next update begins."""
-    architecture, asked = model_subject.architecture, requests(8)
+def test_an_interrupted_update_is_repeated_from_its_beginning(model_subject):
+    """Half of a layer's tensors are loaded when the next update begins."""
+    architecture, requests = model_subject.architecture, make_requests(8)
 
-    async def tokens(breaks: bool) -> list[tuple[int, ...]]:
-        served = await model_subject.engine()
-        if breaks:
-            buckets = list(pack(weights(2, architecture), bucket_bytes=1))  # a tensor each
-            await served.begin_update(InFlightPolicy.FINISH)
+    async def tokens(interrupted: bool) -> list[tuple[int, ...]]:
+        engine = await model_subject.engine()
+        if interrupted:
+            buckets = list(pack(weights(2, architecture), bucket_bytes=1))  # one tensor per bucket
+            await engine.begin_update(InFlightPolicy.FINISH)
             for bucket in buckets[: len(buckets) // 2]:
-                await served.load(bucket)
-        await adopt(served, update(3, 3, architecture), InFlightPolicy.FINISH)
-        return [c.token_ids for c in await generate_all(served, asked)]
+                await engine.load(bucket)
+        await adopt(engine, weights_update(3, 3, architecture), InFlightPolicy.FINISH)
+        return [c.token_ids for c in await generate_all(engine, requests)]
 
-    assert model_subject.run(tokens(breaks=True)) == model_subject.run(tokens(breaks=False))
+    assert model_subject.run(tokens(interrupted=True)) == model_subject.run(tokens(interrupted=False))
 
 
 def test_a_request_that_cannot_fit_is_refused_by_name(model_subject):
@@ -724,13 +727,13 @@ def test_a_request_that_cannot_fit_is_refused_by_name(model_subject):
 
 @pytest.mark.parametrize("token", [-1, len(VOCABULARY)])
 @pytest.mark.parametrize("prefix", [False, True])
-def test_a_token_that_the_model_does_not_know_is_refused_and_the_others_are_served(model_subject, token, prefix):
-    (right,) = requests(1, stop=NO_STOP)
+def test_a_request_with_an_unknown_token_is_refused_and_other_requests_are_not(model_subject, token, prefix):
+    (right,) = make_requests(1, stop=NO_STOP)
     wrong = replace(right, request_id="wrong", **{"prefix_ids" if prefix else "prompt_ids": (5, token)})
 
     async def ask() -> list[BaseException | Completion]:
-        served = await model_subject.engine(1)
-        return await asyncio.gather(served.generate(wrong), served.generate(right), return_exceptions=True)
+        engine = await model_subject.engine(1)
+        return await asyncio.gather(engine.generate(wrong), engine.generate(right), return_exceptions=True)
 
     refused, completion = model_subject.run(ask())
     assert isinstance(refused, ValueError)
@@ -738,34 +741,34 @@ def test_a_token_that_the_model_does_not_know_is_refused_and_the_others_are_serv
     assert len(completion.token_ids) == right.max_new_tokens
 
 
-# -------------------------------------------------------------------------------------------------- the engine dies
-def test_an_engine_answers_whether_it_generates_or_not(subject):
+# -------------------------------------------------------------------------------------------------- pings and failures
+def test_an_engine_replies_to_a_ping_while_idle_generating_and_asleep(subject):
     async def ask() -> Completion:
-        served = await subject.engine(1)
-        await served.ping()
-        pending = asyncio.create_task(served.generate(requests(1, stop=NO_STOP)[0]))
-        await subject.settled(served, 3)
-        await served.ping()
+        engine = await subject.engine(1)
+        await engine.ping()
+        pending = asyncio.create_task(engine.generate(make_requests(1, stop=NO_STOP)[0]))
+        await subject.wait_steps(engine, 3)
+        await engine.ping()
         completion = await pending
-        await served.sleep()
-        await served.ping()
-        await served.wake()
+        await engine.sleep()
+        await engine.ping()
+        await engine.wake()
         return completion
 
     assert len(subject.run(ask()).token_ids) == 12
 
 
-def test_an_engine_whose_vllm_hangs_does_not_answer(vllm_subjects):
+def test_an_engine_whose_vllm_process_hangs_does_not_reply_to_a_ping(vllm_subjects):
     subject = vllm_subjects["vllm"]
 
     async def ask() -> None:
-        served = await subject.engine()
-        (pid,) = await served._llm.collective_rpc("process_id")
+        engine = await subject.engine()
+        (pid,) = await engine._llm.collective_rpc("process_id")
         os.kill(pid, signal.SIGSTOP)
         try:
-            ping = asyncio.create_task(served.ping())
+            ping = asyncio.create_task(engine.ping())
             done, _ = await asyncio.wait([ping], timeout=0.5)
-            assert not done, "it answered for a process that is stopped"
+            assert not done, "it replied for a process that is stopped"
         finally:
             os.kill(pid, signal.SIGCONT)
         await ping
@@ -774,47 +777,47 @@ def test_an_engine_whose_vllm_hangs_does_not_answer(vllm_subjects):
 
 
 def test_a_step_that_fails_fails_every_request_it_held():
-    served = torch_subject(2)
-    served._model.get_output_embeddings().forward = lambda _: 1 / 0
+    engine = new_torch_engine(2)
+    engine._model.get_output_embeddings().forward = lambda _: 1 / 0
 
     async def all_failures() -> list[BaseException]:
-        pending = [asyncio.create_task(served.generate(request)) for request in requests(5)]
+        pending = [asyncio.create_task(engine.generate(request)) for request in make_requests(5)]
         done, _ = await asyncio.wait(pending, timeout=10)
         return [task.exception() for task in done]
 
     assert [type(error) for error in asyncio.run(all_failures())] == [ZeroDivisionError] * 5
 
 
-def test_when_the_process_of_vllm_is_killed_every_call_says_so_and_nobody_waits(vllm_subjects):
+def test_every_call_raises_when_the_process_of_vllm_is_killed(vllm_subjects):
     subject = vllm_subjects["vllm"]
 
-    async def after_its_death() -> list[BaseException | Completion]:
-        served = await subject.engine(2)
-        await served._llm.collective_rpc("slow_down", args=(SLOW_STEP_S,))
-        pending = [asyncio.create_task(served.generate(request)) for request in requests(5, stop=NO_STOP)]
+    async def kill_it() -> list[BaseException | Completion]:
+        engine = await subject.engine(2)
+        await engine._llm.collective_rpc("slow_down", args=(SLOW_STEP_S,))
+        pending = [asyncio.create_task(engine.generate(request)) for request in make_requests(5, stop=NO_STOP)]
         await asyncio.sleep(0)
-        (pid,) = await served._llm.collective_rpc("process_id")
+        (pid,) = await engine._llm.collective_rpc("process_id")
         os.kill(pid, signal.SIGKILL)
         failures = await asyncio.gather(*pending, return_exceptions=True)
         with pytest.raises(EngineDied, match="vLLM's process ended"):
-            await served.begin_update(InFlightPolicy.FINISH)
+            await engine.begin_update(InFlightPolicy.FINISH)
         return failures
 
-    failures = subject.run(after_its_death())
+    failures = subject.run(kill_it())
     assert [type(failure) for failure in failures] == [EngineDied] * 5
-    subject.forget()
+    subject.discard_engine()
 
 
-def test_what_vllm_refuses_is_the_answer_to_who_asked_and_makes_room(vllm_subjects):
-    subject, (right,) = vllm_subjects["vllm moe"], requests(1)
-    nothing = GenerationRequest("nothing", (), 4, 1.0, NO_STOP, seed=1)
+def test_a_request_that_vllm_refuses_raises_and_frees_its_slot(vllm_subjects):
+    subject, (right,) = vllm_subjects["vllm moe"], make_requests(1)
+    without_prompt = GenerationRequest("nothing", (), 4, 1.0, NO_STOP, seed=1)
 
     async def ask() -> list[BaseException | Completion]:
-        served = await subject.engine(1)
-        asked = (nothing, right)
-        answers = await asyncio.gather(*(served.generate(request) for request in asked), return_exceptions=True)
-        await served.sleep()  # with nothing in flight
-        return answers
+        engine = await subject.engine(1)
+        requests = (without_prompt, right)
+        results = await asyncio.gather(*(engine.generate(request) for request in requests), return_exceptions=True)
+        await engine.sleep()  # would raise if a request were in flight
+        return results
 
     refused, completion = subject.run(ask())
     assert "empty" in str(refused)

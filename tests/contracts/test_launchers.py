@@ -1,4 +1,4 @@
-"""What every launcher owes a leg: the same suite on this machine's own processes and on a real SLURM."""
+"""Contract of every launcher, tested on local processes and on a real SLURM cluster."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ SMALL = launchers.SlurmLauncherConfig(partition="low", exclusive=False, cpus_per
 
 @pytest.fixture
 def local() -> Iterator[LocalLauncher]:
-    # Whoever starts tests in the background of a shell makes them, and their children, deaf to the signal that cancels.
+    # A shell starts background commands with SIGINT ignored. Children inherit that, and cancelling a leg sends SIGINT.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield LocalLauncher()
     signal.signal(signal.SIGINT, before)
@@ -39,71 +39,75 @@ def launcher(request) -> Launcher:
     return request.getfixturevalue(request.param)
 
 
-def a_request(folder: Path, name: str = "contract") -> LegRequest:
+def leg_request(folder: Path, name: str = "contract") -> LegRequest:
     return LegRequest(
         name=name, folder=folder, nodes=1, devices_per_node=1, gpus_per_node=0, time_limit_minutes=10, exclude=()
     )
 
 
-def ended(job: LegJob) -> JobEnd:
+def wait_for_end(job: LegJob) -> JobEnd:
     wait_until(job.has_ended, f"job {job.job_id} ends")
     return job.end()
 
 
 def seconds_left(allocation: LegAllocation) -> float:
+    """Leg that returns the seconds until its time limit."""
     return allocation.ends_at() - time.time()
 
 
 def die(_: LegAllocation) -> None:
+    """Leg that exits at once without a result."""
     os._exit(3)
 
 
-def stay(note: Path, _: LegAllocation) -> None:
-    note.write_text(str(os.getpid()))
+def write_pid_and_sleep(pid_file: Path, _: LegAllocation) -> None:
+    """Leg that runs for ten minutes."""
+    pid_file.write_text(str(os.getpid()))
     time.sleep(600)
 
 
 def is_alive(pid: int) -> bool:
+    """True if the process exists and is not a zombie."""
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and ") Z " not in stat.read_text()
 
 
-def test_a_leg_knows_when_it_must_end_and_what_it_answers_arrives(launcher, tmp_path):
-    end = ended(launcher.submit(a_request(tmp_path), seconds_left))
+def test_a_leg_knows_its_time_limit_and_its_result_arrives(launcher, tmp_path):
+    end = wait_for_end(launcher.submit(leg_request(tmp_path), seconds_left))
     assert end.ending is None
     assert 300 < end.result <= 600
 
 
-def test_a_leg_that_dies_leaves_no_answer_and_a_reason(launcher, tmp_path):
-    end = ended(launcher.submit(a_request(tmp_path), die))
+def test_a_leg_that_dies_has_a_cause_and_no_result(launcher, tmp_path):
+    end = wait_for_end(launcher.submit(leg_request(tmp_path), die))
     assert end.result is None
     assert end.cause
 
 
-def test_a_leg_that_is_cancelled_ends_with_all_it_had_and_is_not_found_any_more(launcher, tmp_path):
-    note = tmp_path / "pid"
-    job = launcher.submit(a_request(tmp_path, "to-cancel"), partial(stay, note))
-    wait_until(lambda: note.exists() and bool(note.read_text()), "the leg runs")
+def test_a_cancelled_leg_ends_with_its_processes_and_is_not_found_any_more(launcher, tmp_path):
+    pid_file = tmp_path / "pid"
+    job = launcher.submit(leg_request(tmp_path, "to-cancel"), partial(write_pid_and_sleep, pid_file))
+    wait_until(lambda: pid_file.exists() and bool(pid_file.read_text()), "the leg runs")
     job.cancel()
-    end = ended(job)
+    end = wait_for_end(job)
     assert end.result is None
     assert end.ending in (None, LegEnding.CANCELLED)
-    wait_until(lambda: not is_alive(int(note.read_text())), "the leg's process is gone")
+    wait_until(lambda: not is_alive(int(pid_file.read_text())), "the leg's process is gone")
     assert launcher.find("to-cancel") == {}
     job.cancel()
 
 
 @pytest.mark.usefixtures("on_slurm")
-def test_what_slurm_refuses_is_told_in_one_sentence(tmp_path):
+def test_a_job_that_slurm_refuses_is_reported_in_one_sentence(tmp_path):
     with pytest.raises(SlurmUnavailable, match="could not be submitted: .*invalid partition specified: nowhere") as caught:
-        SlurmLauncher(launchers.SlurmLauncherConfig(partition="nowhere")).submit(a_request(tmp_path), die)
+        SlurmLauncher(launchers.SlurmLauncherConfig(partition="nowhere")).submit(leg_request(tmp_path), die)
     assert "\n" not in str(caught.value)
 
 
-def test_a_slurm_leg_outlives_whoever_submitted_it_and_is_found_by_its_name(on_slurm, tmp_path):
-    submitted = on_slurm.submit(a_request(tmp_path, "left-behind"), partial(stay, tmp_path / "pid"))
+def test_a_slurm_leg_outlives_the_process_that_submitted_it_and_is_found_by_its_name(on_slurm, tmp_path):
+    submitted = on_slurm.submit(leg_request(tmp_path, "left-behind"), partial(write_pid_and_sleep, tmp_path / "pid"))
     assert on_slurm.find("left-") == {"left-behind": submitted.job_id}
     job = on_slurm.attach(submitted.job_id, tmp_path)
     assert not job.has_ended()
     job.cancel()
-    assert ended(job).ending is LegEnding.CANCELLED
+    assert wait_for_end(job).ending is LegEnding.CANCELLED

@@ -1,4 +1,4 @@
-"""training.lora: a model that learns by small matrices beside its own, and is given away as a model like any other."""
+"""Contract of `training.lora`: only the target matrices learn, and weights are published merged, as of a plain model."""
 
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def weights(backend: TorchBackend) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("architecture", list(Architecture))
-def test_only_targets_learn_and_what_is_given_away_has_the_names_and_answers_of_a_plain_model(architecture):
+def test_only_targets_learn_and_merged_weights_have_the_names_and_logprobs_of_a_plain_model(architecture):
     backend, plain = new_backend(LORA, architecture), new_backend(None, architecture)
     before = weights(backend)
     assert list(before) == list(weights(plain))
@@ -61,22 +61,22 @@ def test_only_targets_learn_and_what_is_given_away_has_the_names_and_answers_of_
     for seed in range(3):
         step(backend, seed)
     after = weights(backend)
-    moved = {name for name in after if not torch.equal(after[name], before[name])}
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
     kinds = ("q_proj", "o_proj") if architecture is Architecture.QWEN3_MOE else ("q_proj", "o_proj", "down_proj")
-    assert moved == {name for name in after if name.split(".")[-2] in kinds and "experts" not in name}
+    assert changed == {name for name in after if name.split(".")[-2] in kinds and "experts" not in name}
     merged = build_model(model_of(architecture), seed=3)
     with torch.no_grad():
         for (_, parameter), tensor in zip(to_checkpoint_names(merged.named_parameters()), after.values(), strict=True):
             parameter.copy_(tensor)
     plain._scorer.model.load_state_dict(merged.state_dict())
     batches = micro_batches(plain, 9)
-    for found, wanted in zip(
+    for found, expected in zip(
         backend.logprobs(batches, Policy.CURRENT), plain.logprobs(batches, Policy.CURRENT), strict=True
     ):
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
-def test_a_checkpoint_goes_on_to_the_bit(tmp_path):
+def test_training_resumes_from_a_checkpoint_to_the_bit(tmp_path):
     first = new_backend(LORA)
     step(first, 0)
     first.snapshot()(tmp_path / "checkpoint")
@@ -87,7 +87,7 @@ def test_a_checkpoint_goes_on_to_the_bit(tmp_path):
     assert all(torch.equal(tensor, weights(first)[name]) for name, tensor in weights(second).items())
 
 
-def test_the_plan_counts_what_learns():
+def test_the_planner_counts_the_parameters_that_learn():
     backend = new_backend(LORA)
     shape = shape_of(model_of(Architecture.QWEN3))
     assert shape is not None
@@ -95,8 +95,9 @@ def test_the_plan_counts_what_learns():
     assert learning == lora_parameters(shape, LORA)
 
 
-def train_shared_out(rank: int, num_ranks: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=num_ranks)
+def train_sharded(rank: int, num_ranks: int, folder: Path) -> None:
+    """Train two steps as one of several ranks; rank 0 saves the weights."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks)
     backend = new_backend(LORA)
     for seed in range(2):
         step(backend, seed)
@@ -107,7 +108,7 @@ def train_shared_out(rank: int, num_ranks: int, folder: Path) -> None:
 
 
 def test_two_ranks_learn_what_one_learns(tmp_path):
-    start_ranks(train_shared_out, (2, tmp_path), 2)
+    start_ranks(train_sharded, (2, tmp_path), 2)
     alone = new_backend(LORA)
     for seed in range(2):
         step(alone, seed)

@@ -1,4 +1,4 @@
-"""Whatever the layout, routers are trained as the torch backend trains them, or as little."""
+"""Router training by the megatron backend must equal that by the torch backend: router losses, replay, frozen routers."""
 
 import pytest
 import torch
@@ -8,15 +8,15 @@ from roll_core.config.training.layout import LayoutConfig as Layout
 from roll_core.config.training.training import Packing
 from roll_core.models.causal_lm import build_model
 from roll_core.models.checkpoint_names import to_checkpoint_names
-from tests.megatron_worlds import MODELS, Case, assert_equal, expected, named, run_worlds
+from tests.megatron_worlds import MODELS, Case, as_parameters, assert_close, run_worlds, torch_result
 
 MIXTURE = "qwen3_moe"
 FROZEN = ExpertsConfig(freeze_router=True)
 LOSSES = ExpertsConfig(balance_loss=0.1, z_loss=0.01)
-"""Large ones: a wrong gradient would be seen beside that of the policy's loss."""
+"""Coefficients so large that a wrong router gradient shows beside the gradient of the policy's loss."""
 REPLAY = ExpertsConfig(replay=True)
 BOTH = ExpertsConfig(replay=True, balance_loss=0.1)
-OF_TWO = [
+ON_2_RANKS = [
     Case(MIXTURE, Layout(context=2), Packing.ROWS, experts=REPLAY),
     Case(MIXTURE, Layout(pipeline=2), Packing.NONE, recomputes=True, experts=REPLAY),
     Case(MIXTURE, Layout(pipeline=2, virtual_pipeline=2), experts=BOTH),
@@ -25,7 +25,7 @@ OF_TWO = [
     Case(MIXTURE, Layout(pipeline=2, virtual_pipeline=2), Packing.NONE, experts=LOSSES),
     Case(MIXTURE, Layout(pipeline=2), Packing.ROWS, loaded_under=Layout(expert=2), experts=FROZEN),
 ]
-OF_FOUR = [
+ON_4_RANKS = [
     Case(MIXTURE, Layout(), Packing.NONE, experts=REPLAY),
     Case(MIXTURE, Layout(tensor=2, expert=2), experts=REPLAY),
     Case(MIXTURE, Layout(tensor=2, pipeline=2), Packing.ROWS, recomputes=True, experts=REPLAY),
@@ -36,34 +36,34 @@ OF_FOUR = [
     Case(MIXTURE, Layout(tensor=2, context=2, expert=2, expert_tensor=2), experts=LOSSES),
     Case(MIXTURE, Layout(tensor=2, expert=2), experts=FROZEN),
 ]
-WORLDS = {2: OF_TWO, 4: OF_FOUR}
+WORLDS = {2: ON_2_RANKS, 4: ON_4_RANKS}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def results(tmp_path_factory):
     return run_worlds(WORLDS, tmp_path_factory.mktemp("worlds"))
 
 
-@pytest.mark.parametrize(("num_ranks", "case"), named(WORLDS))
-def test_a_layout_changes_nothing(num_ranks, case, found):
-    assert_equal(found(num_ranks, case), expected(case.model, case.experts))
+@pytest.mark.parametrize(("num_ranks", "case"), as_parameters(WORLDS))
+def test_training_under_a_layout_equals_training_by_the_torch_backend(num_ranks, case, results):
+    assert_close(results(num_ranks, case), torch_result(case.model, case.experts))
 
 
-@pytest.mark.parametrize(("num_ranks", "case"), [each for each in named(WORLDS) if each.values[1].experts is FROZEN])
-def test_frozen_routers_stay_what_they_are_to_the_bit_and_all_else_moves(num_ranks, case, found):
+@pytest.mark.parametrize(("num_ranks", "case"), [each for each in as_parameters(WORLDS) if each.values[1].experts is FROZEN])
+def test_frozen_routers_stay_equal_to_the_bit_while_all_other_weights_move(num_ranks, case, results):
     before = dict(to_checkpoint_names((n, p.detach()) for n, p in build_model(MODELS[case.model], 3).named_parameters()))
-    for after in (found(num_ranks, case), expected(case.model, case.experts)):
-        still = {name for name, tensor in after.weights.items() if torch.equal(tensor, before[name])}
-        assert still == {name for name in before if name.endswith("mlp.gate.weight")}
-        assert after.gradients.keys() == before.keys() - still
+    for after in (results(num_ranks, case), torch_result(case.model, case.experts)):
+        unchanged = {name for name, tensor in after.weights.items() if torch.equal(tensor, before[name])}
+        assert unchanged == {name for name in before if name.endswith("mlp.gate.weight")}
+        assert after.gradients.keys() == before.keys() - unchanged
 
 
-def test_losses_of_routers_are_some_of_what_is_compared():
-    with_them, without = expected(MIXTURE, LOSSES), expected(MIXTURE)
+def test_router_losses_change_the_gradients_that_are_compared():
+    with_losses, without = torch_result(MIXTURE, LOSSES), torch_result(MIXTURE)
     router = "model.layers.0.mlp.gate.weight"
-    assert not torch.allclose(with_them.gradients[router], without.gradients[router], rtol=0.1)
-    assert all(set(each) == {"experts/balance_loss", "experts/z_loss"} for each in with_them.routers)
+    assert not torch.allclose(with_losses.gradients[router], without.gradients[router], rtol=0.1)
+    assert all(set(each) == {"experts/balance_loss", "experts/z_loss"} for each in with_losses.router_losses)
 
 
-def test_replay_is_some_of_what_is_compared():
-    assert (expected(MIXTURE, REPLAY).scores[0] - expected(MIXTURE).scores[0]).abs().max() > 0.01
+def test_replay_changes_the_logprobs_that_are_compared():
+    assert (torch_result(MIXTURE, REPLAY).scores[0] - torch_result(MIXTURE).scores[0]).abs().max() > 0.01

@@ -1,5 +1,7 @@
-"""A Hugging Face folder is, read into Megatron's models under any layout and written again, the same to the bit; and
-Megatron computes with it what Hugging Face does."""
+"""Conversion between Hugging Face folders and Megatron's models, under several layouts.
+
+A folder that is read and written back is equal to the bit, and Megatron computes the hidden states of Hugging Face.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ MODELS: dict[str, PretrainedConfig] = {
     "qwen3-moe-with-dense-layers": Qwen3MoeConfig(**MIXTURE, mlp_only_layers=[0, 3]),
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
 }
+# Layouts by the number of ranks.
 WORLDS = {
     1: (Layout(),),
     2: (Layout(tensor=2), Layout(pipeline=2, virtual_pipeline=2), Layout(expert=2)),
@@ -47,7 +50,7 @@ FC1 = "mlp.linear_fc1.weight"
 
 
 def _cases(num_ranks: int) -> list[tuple[str, Layout, str]]:
-    """A model, a layout, and what the folder is called that is written."""
+    """Cases of a world: model, layout, and name of the folder that is written."""
     return [
         (name, layout, f"{name}, {num_ranks} ranks, {number}")
         for name in MODELS
@@ -58,7 +61,7 @@ def _cases(num_ranks: int) -> list[tuple[str, Layout, str]]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Path:
-    """What the worlds found, and what they began with."""
+    """Folder with all models, their hidden states by Hugging Face, and what the worlds wrote and computed."""
     folder = tmp_path_factory.mktemp("weights")
     for name, config in MODELS.items():
         torch.manual_seed(1)
@@ -66,7 +69,7 @@ def folders(tmp_path_factory) -> Path:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:
-                    parameter.uniform_(0.5, 1.5)  # norms that are all ones could be swapped
+                    parameter.uniform_(0.5, 1.5)  # norms of all ones could be swapped without notice
         config.save_pretrained(folder / name)
         write_tensors(to_checkpoint_names(model.named_parameters()), folder / name, SMALL_SHARD)
         torch.save(_hidden_states(model), folder / f"{name}.hidden")
@@ -90,20 +93,21 @@ def _in_rank(rank: int, num_ranks: int, folder: Path) -> None:
     from roll_core.training.megatron.cpu import on_device
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting-{num_ranks}", rank=rank, world_size=num_ranks)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous-{num_ranks}", rank=rank, world_size=num_ranks)
     with on_device():
         for name, layout, to in _cases(num_ranks):
-            _there_and_back(folder, name, layout, to)
+            _read_and_write(folder, name, layout, to)
         if num_ranks == 1:
             for architecture in Architecture:
                 LAYERS[architecture][FC1] = RowMapping(("mlp.up_proj.weight", "mlp.gate_proj.weight"))
             for name in MODELS:
-                _there_and_back(folder, name, Layout(), f"{name}, swapped")
+                _read_and_write(folder, name, Layout(), f"{name}, swapped")
     dist.destroy_process_group()
 
 
 @torch.no_grad()
-def _there_and_back(folder: Path, name: str, layout: Layout, to: str) -> None:
+def _read_and_write(folder: Path, name: str, layout: Layout, to: str) -> None:
+    """Read a folder into Megatron's model and write it to another, in one rank; with one rank, save hidden states too."""
     from roll_core.training.megatron.model import build_chunks
     from roll_core.training.megatron.shards import shards_of
     from roll_core.training.megatron.world import initialize_layout
@@ -130,22 +134,22 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("case", [case for num_ranks in WORLDS for case in _cases(num_ranks)])
-def test_a_folder_comes_back_to_the_bit_whatever_the_layout(case, folders):
+def test_a_folder_is_written_back_to_the_bit_under_every_layout(case, folders):
     before, after = _files(folders / case[0]), _files(folders / case[2])
     assert len(before) > 4
     assert after == before
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_megatron_computes_with_a_folder_what_hugging_face_does(name, folders):
-    ours, theirs = torch.load(folders / f"{name}, 1 ranks, 0.hidden"), torch.load(folders / f"{name}.hidden")
-    torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-5)
+def test_megatron_computes_the_hidden_states_of_hugging_face(name, folders):
+    megatron, hugging_face = torch.load(folders / f"{name}, 1 ranks, 0.hidden"), torch.load(folders / f"{name}.hidden")
+    torch.testing.assert_close(megatron, hugging_face, rtol=0.0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "qwen3-moe"])
-def test_a_table_with_gate_and_up_swapped_would_be_noticed_though_folders_come_back_to_the_bit(name, folders):
+def test_swapping_gate_and_up_in_the_name_table_changes_hidden_states_but_not_the_folder(name, folders):
     before, after = TensorFiles(folders / name), TensorFiles(folders / f"{name}, swapped")
     assert set(after.names) == set(before.names)
     assert all(torch.equal(after.read(each, (slice(None),)), before.read(each, (slice(None),))) for each in before.names)
-    ours, theirs = torch.load(folders / f"{name}, swapped.hidden"), torch.load(folders / f"{name}.hidden")
-    assert (ours - theirs).abs().max() > 0.1
+    swapped, hugging_face = torch.load(folders / f"{name}, swapped.hidden"), torch.load(folders / f"{name}.hidden")
+    assert (swapped - hugging_face).abs().max() > 0.1

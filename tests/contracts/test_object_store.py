@@ -1,4 +1,4 @@
-"""What every object store must do, on everything we keep objects on: a folder, memory, a bucket of a real S3 server."""
+"""Contract of the object store on every medium: a folder, memory, a bucket of a real S3 server."""
 
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ from roll_core.types.refs import ArtifactKind, digest_of
 
 KIND = ArtifactKind.CHECKPOINT_FILE
 LARGE = PART_SIZE * 2 + 12345
-"""Two whole parts and a short one."""
+"""Bytes of two whole parts and a short one."""
 
 
 @pytest.fixture(params=["file", "memory", "s3"])
@@ -53,7 +53,7 @@ def test_bytes_come_back_by_their_ref(store):
     assert (ref.size, store.get(ref)) == (5, b"hello")
 
 
-def test_nothing_is_something_that_can_be_stored(store):
+def test_empty_bytes_can_be_stored(store):
     ref = store.put(b"", KIND)
     assert (ref.size, store.get(ref)) == (0, b"")
 
@@ -113,7 +113,7 @@ def test_a_truncated_large_object_is_reported_by_name(store, large_file, tmp_pat
     assert list(tmp_path.glob("out*")) == []
 
 
-def test_several_files_go_and_come_back_together(store, large_file, tmp_path):
+def test_several_files_are_put_and_got_together(store, large_file, tmp_path):
     sources = [large_file]
     for number in range(12):
         sources.append(tmp_path / f"small-{number}")
@@ -133,7 +133,7 @@ def test_one_damaged_file_of_several_is_named(store, tmp_path):
 
 
 def test_a_file_that_changes_while_it_is_stored_is_not_stored(store, large_file, tmp_path, monkeypatch):
-    """The last part is changed when the first is on its way."""
+    """The last part changes while the first is being written."""
     source = tmp_path / "changing"
     source.write_bytes(large_file.read_bytes())
     stored_as = f"objects/{digest_of(source.read_bytes())[:2]}"
@@ -162,13 +162,13 @@ def test_create_succeeds_once_and_keeps_the_first_bytes(store):
     assert store.read("runs/a/config.json") == b"first"
 
 
-def test_what_is_not_there_cannot_be_read_and_need_not_be_deleted(store):
+def test_reading_a_missing_object_raises_and_deleting_it_does_not(store):
     with pytest.raises(FileNotFoundError):
         store.read("runs/a/config.json")
     store.delete("runs/a/config.json")
 
 
-def test_listing_is_sorted_and_empty_for_a_folder_that_is_not_there(store):
+def test_a_listing_is_sorted_and_empty_for_a_missing_folder(store):
     for name in ("b", "a", "c"):
         store.create(f"runs/{name}/config.json", b"{}")
     assert list(store.list("runs")) == ["a", "b", "c"]
@@ -202,11 +202,11 @@ def ages(store: ObjectStore) -> dict[str, float]:
     return {found.name: found.age_seconds for found in store.list_below("objects")}
 
 
-def test_an_object_grows_older_until_it_is_put_again(store):
+def test_putting_an_object_again_restarts_its_age(store):
     put_once, put_again = store.put(b"once", KIND), store.put(b"again", KIND)
     assert all(0.0 <= age < 600.0 for age in ages(store).values())
     deadline = time.monotonic() + 60
-    while min(ages(store).values()) < 2.0:  # some servers stamp whole seconds
+    while min(ages(store).values()) < 2.0:  # some servers have timestamps of whole seconds
         assert time.monotonic() < deadline, "nothing grows older"
         time.sleep(0.1)
     store.put(b"again", KIND)
@@ -224,7 +224,7 @@ def test_a_long_listing_is_complete(store):
 
 
 def test_of_sixteen_writers_racing_for_one_name_exactly_one_wins(store):
-    """All of them write the same bytes, as two commands do that open a run of the same config."""
+    """All writers write the same bytes, like two commands that open a run of the same config."""
     for round_number in range(5):
         winners: list[int] = []
         ready = threading.Barrier(16)
@@ -251,11 +251,11 @@ def test_readers_never_see_half_of_an_object_that_is_being_replaced(store):
     seen: set[bytes] = set()
     done = threading.Event()
 
-    def look() -> None:
+    def read_repeatedly() -> None:
         while not done.is_set():
             seen.add(store.read("turning"))
 
-    reader = threading.Thread(target=look)
+    reader = threading.Thread(target=read_repeatedly)
     reader.start()
     for version in versions:
         store._medium.write("turning", iter([version]), len(version))
@@ -268,17 +268,17 @@ def test_readers_never_see_half_of_an_object_that_is_being_replaced(store):
 def test_a_store_opened_before_a_fork_works_in_the_child_and_the_parent(store):
     before = store.put(b"before", KIND)
     context = multiprocessing.get_context("fork")
-    answers = context.Queue()
+    results = context.Queue()
 
     def work() -> None:
-        answers.put((store.get(before), store.put(b"in the child", KIND), list(store.list("objects"))))
+        results.put((store.get(before), store.put(b"in the child", KIND), list(store.list("objects"))))
 
     child = context.Process(target=work)
     started = time.monotonic()
     child.start()
-    seen, ref, listed = answers.get(timeout=60)
+    read, ref, listed = results.get(timeout=60)
     child.join()
-    assert (child.exitcode, seen, len(listed)) == (0, b"before", 2)
+    assert (child.exitcode, read, len(listed)) == (0, b"before", 2)
     assert store.get(ref) == b"in the child"
     assert time.monotonic() - started < 30
 
@@ -289,26 +289,26 @@ def test_a_store_can_be_sent_to_another_process(store):
     assert (sent.uri, sent.get(ref)) == (store.uri, b"hello")
 
 
-def test_a_writable_store_is_left_as_it_was(store):
+def test_check_writable_leaves_the_store_as_it_was(store):
     store.check_writable()
     assert list(store.list("objects")) == []
 
 
-def test_a_half_written_file_is_invisible_and_swept_when_it_is_old(tmp_path):
+def test_a_partly_written_file_is_invisible_and_removed_when_it_is_old(tmp_path):
     store = ObjectStore(f"file://{tmp_path}")
     store.create("iterations/0", b"whole")
-    torn = tmp_path / "iterations/1.partial-abc"
-    torn.write_bytes(b"torn")
+    partial = tmp_path / "iterations/1.partial-abc"
+    partial.write_bytes(b"torn")
     assert list(store.list("iterations")) == ["0"]
     assert [found.name for found in store.list_below("iterations")] == ["iterations/0"]
     assert store.remove_unfinished(older_than_seconds=60) == 0
-    os.utime(torn, (time.time() - 120, time.time() - 120))
+    os.utime(partial, (time.time() - 120, time.time() - 120))
     assert store.remove_unfinished(older_than_seconds=60) == 1
-    assert not torn.exists()
+    assert not partial.exists()
     assert store.read("iterations/0") == b"whole"
 
 
-def test_an_unwritable_store_is_one_sentence_that_names_the_key(tmp_path):
+def test_an_unwritable_store_is_refused_in_one_sentence_that_names_the_key(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match="store.uri: cannot write to .*: make it writable or point store.uri elsewhere"):
         ObjectStore(f"file://{tmp_path}/file/store").check_writable()

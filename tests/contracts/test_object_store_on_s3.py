@@ -1,4 +1,4 @@
-"""What a store in a bucket does when the server or the network misbehaves: waits, tries again, gives up in one sentence."""
+"""Object store on S3 when server or network fail: it waits, retries, and gives up with one sentence."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ from tests.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, use_server
 from tests.support import ROOT
 
 KIND = ArtifactKind.CHECKPOINT_FILE
-PASSING = [Fault.DISCONNECT, Fault.LOSE_ANSWER, Fault.ERROR_500, Fault.SLOW_DOWN, Fault.EXPIRED_TOKEN, Fault.SLOW]
+TRANSIENT = [Fault.DISCONNECT, Fault.LOSE_RESPONSE, Fault.ERROR_500, Fault.SLOW_DOWN, Fault.EXPIRED_TOKEN, Fault.SLOW]
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def proxy(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faul
 
 @pytest.fixture
 def store(s3_server: S3Server, proxy: FaultyProxy) -> ObjectStore:
-    """Through the proxy."""
+    """Store on the S3 server, behind the proxy."""
     return ObjectStore(s3_server.new_store_uri(), retry_seconds=20)
 
 
@@ -71,7 +71,7 @@ def test_a_wrong_secret_is_refused_at_once_in_one_sentence(s3_server, monkeypatc
     ids=["read", "list", "check_writable"],
 )
 def test_a_bucket_that_does_not_exist_is_named(s3_server, act):
-    """Above all it is not an empty store: a run would start again from nothing."""
+    """A missing bucket must not look like an empty store: a run would start again from iteration 0."""
     store = ObjectStore("s3://nowhere/x")
     with pytest.raises((StoreRefused, UserError), match="store.uri: s3://nowhere/x names a bucket that does not exist"):
         act(store)
@@ -79,14 +79,14 @@ def test_a_bucket_that_does_not_exist_is_named(s3_server, act):
         store.put(b"hello", KIND)
 
 
-def test_an_endpoint_where_nobody_listens_is_reported_before_a_run_starts(s3_server, monkeypatch):
+def test_an_endpoint_without_a_server_is_reported_before_a_run_starts(s3_server, monkeypatch):
     use_server(monkeypatch, {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"})
     with pytest.raises(UserError, match="store.uri: .* did not answer .*Could not connect to the endpoint URL"):
         ObjectStore(s3_server.new_store_uri(), retry_seconds=2).check_writable()
 
 
-@pytest.mark.parametrize("fault", PASSING)
-def test_every_operation_survives_failures_that_pass(store, proxy, tmp_path, fault):
+@pytest.mark.parametrize("fault", TRANSIENT)
+def test_every_operation_survives_transient_faults(store, proxy, tmp_path, fault):
     def with_fault(act: Callable[[], object]) -> object:
         proxy.next_faults = [fault, fault]
         return act()
@@ -103,7 +103,7 @@ def test_every_operation_survives_failures_that_pass(store, proxy, tmp_path, fau
     assert list(store.list("runs/a")) == []
 
 
-def test_half_an_answer_is_asked_for_again(store, proxy):
+def test_a_truncated_response_is_requested_again(store, proxy):
     ref = store.put(b"hello" * 1000, KIND)
     proxy.next_faults = [Fault.TRUNCATE, Fault.TRUNCATE]
     assert store.get(ref) == b"hello" * 1000
@@ -121,7 +121,7 @@ def test_large_files_go_through_a_store_that_fails_every_third_request(store, pr
     def every_third(method: str, path: str) -> Fault | None:
         nonlocal requests
         requests += 1
-        return PASSING[requests // 3 % len(PASSING)] if requests % 3 == 0 else None
+        return TRANSIENT[requests // 3 % len(TRANSIENT)] if requests % 3 == 0 else None
 
     proxy.fault_of = every_third
     ref = store.put_file(large_file, KIND)
@@ -131,35 +131,35 @@ def test_large_files_go_through_a_store_that_fails_every_third_request(store, pr
 
 
 @pytest.mark.parametrize("lost", [1, 2])
-def test_a_create_whose_answer_was_lost_is_not_taken_for_another_writer(store, proxy, lost):
-    proxy.next_faults = [Fault.LOSE_ANSWER] * lost
+def test_a_create_whose_response_was_lost_is_not_mistaken_for_another_writer(store, proxy, lost):
+    proxy.next_faults = [Fault.LOSE_RESPONSE] * lost
     store.create("iterations/7", b"mine")
     assert store.read("iterations/7") == b"mine"
 
 
-def test_a_create_on_a_reused_connection_whose_answer_was_lost_is_ours(store, proxy):
-    """The HTTP client itself repeats a PUT there, before anybody could notice that the first one was done."""
+def test_a_create_whose_response_was_lost_on_a_reused_connection_succeeds(store, proxy):
+    """The HTTP client repeats a PUT on a reused connection by itself, so that the store does not see the lost response."""
     store.create("iterations/6", b"opens the connection")
-    proxy.next_faults = [Fault.LOSE_ANSWER]
+    proxy.next_faults = [Fault.LOSE_RESPONSE]
     store.create("iterations/7", b"mine")
     with pytest.raises(AlreadyExists):
         store.create("iterations/7", b"mine")
 
 
-def test_a_create_that_comes_second_is_refused_even_if_its_answers_get_lost(store, proxy):
+def test_a_second_create_is_refused_even_if_its_response_was_lost(store, proxy):
     store.create("iterations/7", b"theirs")
-    proxy.next_faults = [Fault.LOSE_ANSWER]
+    proxy.next_faults = [Fault.LOSE_RESPONSE]
     with pytest.raises(AlreadyExists):
         store.create("iterations/7", b"theirs")
 
 
-def test_an_upload_whose_completion_was_answered_into_the_void_is_there(store, proxy, large_file):
+def test_an_upload_succeeds_if_the_response_to_its_completion_was_lost(store, proxy, large_file):
     lost: list[str] = []
 
     def lose_the_first_completion(method: str, path: str) -> Fault | None:
         if method == "POST" and "uploadId=" in path and not lost:
             lost.append(path)
-            return Fault.LOSE_ANSWER
+            return Fault.LOSE_RESPONSE
         return None
 
     proxy.fault_of = lose_the_first_completion
@@ -179,14 +179,14 @@ def test_an_upload_that_fails_is_invisible_and_leaves_no_parts(store, proxy, lar
     assert store.remove_unfinished(older_than_seconds=0) == 0
 
 
-def test_a_killed_upload_is_invisible_and_its_parts_are_swept(store, proxy, large_file):
-    """The process is killed when it asks to join its parts."""
-    asked_to_join = threading.Event()
+def test_a_killed_upload_is_invisible_and_its_parts_are_removed(store, proxy, large_file):
+    """The process is killed when it requests the completion of its multi-part upload."""
+    completion_requested = threading.Event()
 
     def hold_completion(method: str, path: str) -> Fault | None:
         if method != "POST" or "uploadId=" not in path:
             return None
-        asked_to_join.set()
+        completion_requested.set()
         return Fault.HANG
 
     proxy.fault_of = hold_completion
@@ -196,7 +196,7 @@ from roll_core.store.object_store import ObjectStore
 ObjectStore({store.uri!r}).put_file(Path({str(large_file)!r}), {KIND.value!r})
 """
     child = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
-    assert asked_to_join.wait(60)
+    assert completion_requested.wait(60)
     child.kill()
     child.wait()
     assert list(store.list("objects")) == []
@@ -205,31 +205,31 @@ ObjectStore({store.uri!r}).put_file(Path({str(large_file)!r}), {KIND.value!r})
     assert store.remove_unfinished(older_than_seconds=0) == 0
 
 
-def test_several_parts_and_several_files_are_in_flight(store, proxy, large_file, tmp_path):
-    together: list[int] = []
-    open_now: set[int] = set()
+def test_several_parts_and_several_files_are_uploaded_concurrently(store, proxy, large_file, tmp_path):
+    concurrency: list[int] = []
+    in_flight: set[int] = set()
     lock = threading.Lock()
 
     def count(method: str, path: str) -> Fault | None:
         if "partNumber=" not in path:
             return None
         with lock:
-            open_now.add(threading.get_ident())
-            together.append(len(open_now))
+            in_flight.add(threading.get_ident())
+            concurrency.append(len(in_flight))
         time.sleep(0.5)
         with lock:
-            open_now.remove(threading.get_ident())
+            in_flight.remove(threading.get_ident())
         return None
 
     proxy.fault_of = count
     other = tmp_path / "other"
     other.write_bytes(os.urandom(2 * PART_SIZE))
     store.put_files([large_file, other], KIND)
-    assert max(together) >= 4
+    assert max(concurrency) >= 4
 
 
 def test_files_are_not_held_in_memory(s3_server, tmp_path):
-    """A file of 40 parts is uploaded and downloaded by a process that may grow by twelve."""
+    """A process uploads and downloads a file of 40 parts; its memory may grow by 12 parts."""
     size = 40 * PART_SIZE
     with open(tmp_path / "big", "wb") as file:
         file.truncate(size)
@@ -249,7 +249,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
     assert (tmp_path / "back").stat().st_size == size
 
 
-def test_a_server_that_ignores_conditions_is_refused_before_a_run_starts(store, proxy):
+def test_a_server_that_ignores_conditional_writes_is_refused_before_a_run_starts(store, proxy):
     proxy.fault_of = lambda method, path: Fault.ACCEPT_ANYWAY
     with pytest.raises(UserError, match="store.uri: .* ignores conditional writes"):
         store.check_writable()
@@ -290,13 +290,13 @@ def test_operations_wait_for_a_server_that_is_paused(own_server):
 
 
 def test_operations_wait_for_a_server_that_is_killed_and_comes_back(own_server, monkeypatch, large_file):
-    """Killed in the middle of an upload; what had been acknowledged before is there afterwards."""
-    comebacks: list[threading.Timer] = []
+    """The server is killed in the middle of an upload; acknowledged writes from before are there afterwards."""
+    restarts: list[threading.Timer] = []
 
     def kill_at_the_second_part(method: str, path: str) -> Fault | None:
-        if "partNumber=2" in path and not comebacks:
+        if "partNumber=2" in path and not restarts:
             own_server.kill()
-            comebacks.append(later(2, own_server.start))
+            restarts.append(later(2, own_server.start))
         return None
 
     with FaultyProxy(own_server.port) as proxy:
@@ -306,13 +306,13 @@ def test_operations_wait_for_a_server_that_is_killed_and_comes_back(own_server, 
         proxy.fault_of = kill_at_the_second_part
         ref = store.put_file(large_file, KIND)
         store.create("iterations/1", b"after")
-        comebacks[0].join()
+        restarts[0].join()
         assert store.get(ref) == large_file.read_bytes()
         assert [store.read(f"iterations/{name}") for name in store.list("iterations")] == [b"before", b"after"]
 
 
 @pytest.mark.parametrize("how", ["pause", "kill"])
-def test_past_the_deadline_an_outage_is_one_sentence(own_server, large_file, tmp_path, how):
+def test_an_outage_past_the_deadline_is_reported_in_one_sentence(own_server, large_file, tmp_path, how):
     patient = ObjectStore(own_server.new_store_uri())
     ref = patient.put(b"hello", KIND)
     store = ObjectStore(patient.uri, retry_seconds=3)
@@ -334,8 +334,8 @@ def test_past_the_deadline_an_outage_is_one_sentence(own_server, large_file, tmp
     assert patient.get(ref) == b"hello"
 
 
-def test_a_server_that_is_slow_to_take_a_body_is_not_waited_for_forever(own_server, large_file):
-    """Paused when the connection is open: the body fills the socket and no answer will come."""
+def test_a_server_that_stops_reading_a_request_is_not_waited_for_forever(own_server, large_file):
+    """The server is paused with an open connection: the body fills the socket's buffer and no response comes."""
     ObjectStore(own_server.new_store_uri()).put(b"opens the connection", KIND)
     store = ObjectStore(own_server.new_store_uri(), retry_seconds=3)
     own_server.pause()
@@ -346,7 +346,7 @@ def test_a_server_that_is_slow_to_take_a_body_is_not_waited_for_forever(own_serv
     own_server.resume()
 
 
-def test_a_corrupted_answer_is_reported_as_damage(store, proxy):
+def test_a_corrupted_object_is_reported_as_damage(store, proxy):
     ref = store.put(b"hello", KIND)
     store.delete(f"objects/{ref.digest[:2]}/{ref.digest[2:]}")
     store.create(f"objects/{ref.digest[:2]}/{ref.digest[2:]}", b"jello")

@@ -1,4 +1,4 @@
-"""How routers are trained, by both training backends."""
+"""Contract of router training by both training backends: frozen routers, balance loss, z-loss."""
 
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,14 @@ from roll_core.training.torch.backend import TorchBackend
 from roll_core.training.torch.trainable import TorchSettings
 from tests.megatron_worlds import start_ranks
 from tests.micro_batches import cut, random_tokens
-from tests.support import random_samples
+from tests.support import MODEL_BACKENDS, random_samples
 
 MIXTURE = ScratchModel(architecture=Architecture.QWEN3_MOE, max_positions=32, num_experts=4)
 FROZEN = ExpertsConfig(freeze_router=True)
 LOSSES = ExpertsConfig(balance_loss=0.1, z_loss=0.01)
 
 
-@pytest.fixture(params=list(BackendKind))
+@pytest.fixture(params=MODEL_BACKENDS)
 def kind(request) -> BackendKind:
     return request.param
 
@@ -44,6 +44,7 @@ def new_backend(kind: BackendKind, experts: ExpertsConfig, **training: Any) -> A
 
 
 def step(backend: Any, seed: int) -> dict[str, float]:
+    """Train one step on the samples of a seed; return its metrics."""
     samples = random_samples(12, seed)
     limits = PackingLimits(52, None, Packing.ROWS, backend.share.row_multiple)
     parts = cut(samples, limits, random_tokens(samples, seed), rank=backend.share.index, num_ranks=backend.share.count)
@@ -59,47 +60,47 @@ def is_router(name: str) -> bool:
     return name.endswith("mlp.gate.weight")
 
 
-def assert_routers_stay(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
-    still = {name for name, tensor in after.items() if torch.equal(tensor, before[name])}
-    assert still == {name for name in before if is_router(name)}
-    assert still
+def assert_only_routers_unchanged(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+    unchanged = {name for name, tensor in after.items() if torch.equal(tensor, before[name])}
+    assert unchanged == {name for name in before if is_router(name)}
+    assert unchanged
 
 
-# ------------------------------------------------------------------------------------------------------------------ freezing
-def test_frozen_routers_stay_to_the_bit_while_all_else_moves_also_from_a_checkpoint(kind, tmp_path):
+# ------------------------------------------------------------------------------------------------------------ frozen routers
+def test_frozen_routers_stay_equal_to_the_bit_while_all_other_weights_move_also_after_a_checkpoint(kind, tmp_path):
     backend = new_backend(kind, FROZEN)
     before = weights(backend)
     step(backend, 0)
     backend.snapshot()(tmp_path)
     step(backend, 1)
-    assert_routers_stay(before, weights(backend))
+    assert_only_routers_unchanged(before, weights(backend))
 
     another = new_backend(kind, FROZEN)
     another.load(tmp_path)
     step(another, 1)
-    wanted = weights(backend)
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in weights(another).items())
+    expected = weights(backend)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(another).items())
 
 
-def test_a_checkpoint_of_trained_routers_is_gone_on_from_with_frozen_ones(kind, tmp_path):
+def test_training_resumes_with_frozen_routers_from_a_checkpoint_of_trained_ones(kind, tmp_path):
     backend = new_backend(kind, ExpertsConfig())
     step(backend, 0)
     backend.snapshot()(tmp_path)
     frozen = new_backend(kind, FROZEN)
     frozen.load(tmp_path)
     step(frozen, 1)
-    assert_routers_stay(weights(backend), weights(frozen))
+    assert_only_routers_unchanged(weights(backend), weights(frozen))
 
 
-def test_frozen_routers_stay_when_ranks_share_out_the_weights(tmp_path):
+def test_frozen_routers_stay_when_weights_are_sharded_over_ranks(tmp_path):
     start_ranks(_in_rank, (2, str(tmp_path)), 2)
     before = weights(new_backend(BackendKind.TORCH, FROZEN))
-    assert_routers_stay(before, torch.load(tmp_path / "weights"))
+    assert_only_routers_unchanged(before, torch.load(tmp_path / "weights"))
 
 
 def _in_rank(rank: int, num_ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=num_ranks)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks)
     backend = new_backend(BackendKind.TORCH, FROZEN)
     step(backend, 0)
     backend.snapshot()(Path(folder) / "checkpoint")
@@ -113,10 +114,10 @@ def _in_rank(rank: int, num_ranks: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-# -------------------------------------------------------------------------------------------------------------------- losses
-def test_both_backends_find_the_same_losses_of_routers_and_go_on_with_them_from_a_checkpoint(tmp_path):
+# ------------------------------------------------------------------------------------------------------------- router losses
+def test_both_backends_compute_the_same_router_losses_and_resume_with_them_from_a_checkpoint(tmp_path):
     found = {}
-    for kind in BackendKind:
+    for kind in MODEL_BACKENDS:
         backend, folder = new_backend(kind, LOSSES), tmp_path / kind
         metrics = [step(backend, 0)]
         backend.snapshot()(folder)
@@ -124,38 +125,38 @@ def test_both_backends_find_the_same_losses_of_routers_and_go_on_with_them_from_
         another = new_backend(kind, LOSSES)
         another.load(folder)
         assert [step(another, seed) for seed in (1, 2)] == metrics[1:]
-        found[kind] = [values_of(each) for each in metrics]
-    ours, theirs = found.values()
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine == pytest.approx(other, rel=1e-5)
-    assert all(each["experts/balance_loss"] > 1.0 and each["experts/z_loss"] > 0.0 for each in ours)
+        found[kind] = [expert_metrics(each) for each in metrics]
+    by_torch, by_megatron = found.values()
+    for one, other in zip(by_torch, by_megatron, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    assert all(each["experts/balance_loss"] > 1.0 and each["experts/z_loss"] > 0.0 for each in by_torch)
 
 
-def values_of(metrics: dict[str, float]) -> dict[str, float]:
+def expert_metrics(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.startswith("experts/")}
 
 
-def test_without_coefficients_there_are_no_losses_of_routers(kind):
-    assert values_of(step(new_backend(kind, ExpertsConfig()), 0)).keys() == {
+def test_without_coefficients_there_are_no_router_losses(kind):
+    assert expert_metrics(step(new_backend(kind, ExpertsConfig()), 0)).keys() == {
         "experts/max_load",
         "experts/mean_max_load",
         "experts/idle_share",
     }
 
 
-def test_a_balance_loss_makes_the_busiest_expert_less_busy(kind):
+def test_a_balance_loss_lowers_the_load_of_the_busiest_expert(kind):
     loads = {}
     for coefficient in (0.0, 0.3):
         backend = new_backend(kind, ExpertsConfig(balance_loss=coefficient))
         loads[coefficient] = [step(backend, seed)["experts/mean_max_load"] for seed in range(40)]
-    alone, balanced = (sum(load[-10:]) / 10 for load in loads.values())
-    assert balanced < 0.9 * alone
+    without, balanced = (sum(load[-10:]) / 10 for load in loads.values())
+    assert balanced < 0.9 * without
 
 
-def test_a_z_loss_makes_logits_of_routers_smaller(kind):
-    squares = {}
+def test_a_z_loss_makes_router_logits_smaller(kind):
+    z_losses = {}
     for coefficient in (1e-9, 0.1):
         backend = new_backend(kind, ExpertsConfig(z_loss=coefficient))
-        squares[coefficient] = [step(backend, seed)["experts/z_loss"] for seed in range(15)][-1]
-    alone, kept = squares.values()
-    assert kept < 0.9 * alone
+        z_losses[coefficient] = [step(backend, seed)["experts/z_loss"] for seed in range(15)][-1]
+    without, with_loss = z_losses.values()
+    assert with_loss < 0.9 * without

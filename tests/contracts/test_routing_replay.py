@@ -1,4 +1,4 @@
-"""Routing replay: tokens go to the experts that they went to in the engine, in both training backends."""
+"""Contract of routing replay: both training backends send each token to the experts that the engine recorded for it."""
 
 import asyncio
 from dataclasses import replace
@@ -22,25 +22,25 @@ from roll_core.training.base import Policy
 from roll_core.types.routing import merge_routing
 from roll_core.types.sample import Sample
 from tests.contracts.test_routers import MIXTURE, new_backend
-from tests.in_process import InProcess
+from tests.in_process import InProcessLoop
 from tests.micro_batches import cut
-from tests.support import tiny_config
+from tests.support import MODEL_BACKENDS, tiny_config
 
 REPLAY = ExpertsConfig(replay=True)
 NO_STOP = (999,)
 PROMPTS = [(5, 6, 7), (9, 8), (30, 31, 32, 33, 34)]
 REQUESTS = [GenerationRequest(str(i), PROMPTS[i % 3], 12, 1.0, NO_STOP, seed=i) for i in range(24)]
 NOISE = 0.03
-"""Of routers' weights, whose standard deviation is 0.06."""
+"""Standard deviation of noise on router weights, whose own is 0.06."""
 
 
-@pytest.fixture(params=list(BackendKind))
+@pytest.fixture(params=MODEL_BACKENDS)
 def kind(request) -> BackendKind:
     return request.param
 
 
-def weights_of_engine(noise: float) -> dict[str, Tensor]:
-    """Those of the trainer, but for its routers."""
+def engine_weights(noise: float) -> dict[str, Tensor]:
+    """Weights of the trainer, with noise on the routers."""
     generator = torch.Generator().manual_seed(0)
     named = to_checkpoint_names((name, p.detach()) for name, p in build_model(MIXTURE, 3).named_parameters())
     return {
@@ -49,115 +49,119 @@ def weights_of_engine(noise: float) -> dict[str, Tensor]:
     }
 
 
-async def served(noise: float) -> TorchEngine:
+async def recording_engine(noise: float) -> TorchEngine:
+    """Engine that records experts; its routers have noise."""
     engine = TorchEngine(MIXTURE, seed=0, num_slots=7, device=torch.device("cpu"), dtype=torch.float32)
     engine.record_experts()
-    await adopt(engine, WeightsUpdate(0, weights_of_engine(noise).items()), InFlightPolicy.FINISH)
+    await adopt(engine, WeightsUpdate(0, engine_weights(noise).items()), InFlightPolicy.FINISH)
     return engine
 
 
-def completions(noise: float = 0.0) -> list[Completion]:
-    async def generated() -> list[Completion]:
-        engine = await served(noise)
+def generate(noise: float = 0.0) -> list[Completion]:
+    """Generate completions of `REQUESTS` with an engine whose routers have noise."""
+
+    async def generate_all() -> list[Completion]:
+        engine = await recording_engine(noise)
         return await asyncio.gather(*(engine.generate(request) for request in REQUESTS))
 
-    return asyncio.run(generated())
+    return asyncio.run(generate_all())
 
 
-def samples_of(generated: list[Completion]) -> list[Sample]:
+def samples_of(completions: list[Completion]) -> list[Sample]:
     return [
         Sample(
             request.prompt_ids + completion.token_ids,
             (False,) * len(request.prompt_ids) + (True,) * len(completion.token_ids),
             completion.experts,
         )
-        for request, completion in zip(REQUESTS, generated, strict=True)
+        for request, completion in zip(REQUESTS, completions, strict=True)
     ]
 
 
-def logprobs(backend: Any, samples: list[Sample]) -> Tensor:
-    parts = cut(samples, PackingLimits(64, 40, Packing.SHARED_PROMPTS))
-    found = torch.zeros(sum(sample.num_trained_tokens for sample in samples))
-    for part, each in zip(parts, backend.logprobs(parts, Policy.CURRENT), strict=True):
-        found[part.token_index_N] = each
-    return found
+def trainer_logprobs(backend: Any, samples: list[Sample]) -> Tensor:
+    """Logprobs of all trained tokens, in the order of the samples."""
+    micro_batches = cut(samples, PackingLimits(64, 40, Packing.SHARED_PROMPTS))
+    all_logprobs_N = torch.zeros(sum(sample.num_trained_tokens for sample in samples))
+    for micro_batch, logprobs_N in zip(micro_batches, backend.logprobs(micro_batches, Policy.CURRENT), strict=True):
+        all_logprobs_N[micro_batch.token_index_N] = logprobs_N
+    return all_logprobs_N
 
 
-def mismatch(backend: Any, generated: list[Completion]) -> float:
-    """Mean |log(trainer / sampler)|."""
-    sampler_N = torch.tensor([logprob for completion in generated for logprob in completion.sampler_logprobs])
-    return (logprobs(backend, samples_of(generated)) - sampler_N).abs().mean().item()
+def mismatch(backend: Any, completions: list[Completion]) -> float:
+    """Mean |log(trainer / sampler)| over all tokens of the completions."""
+    sampler_N = torch.tensor([logprob for completion in completions for logprob in completion.sampler_logprobs])
+    return (trainer_logprobs(backend, samples_of(completions)) - sampler_N).abs().mean().item()
 
 
 # -------------------------------------------------------------------------------------------------------------------- engine
-def test_an_engine_says_where_every_token_but_the_last_went_also_if_it_was_interrupted():
-    async def in_pieces() -> list[Completion]:
-        engine = await served(0.0)
+def test_an_engine_records_the_experts_of_every_token_but_the_last_also_across_an_interruption():
+    async def generate_in_pieces() -> list[Completion]:
+        engine = await recording_engine(0.0)
         pending = [asyncio.create_task(engine.generate(request)) for request in REQUESTS]
         while not any(task.done() for task in pending):
             await asyncio.sleep(0)
         await engine.abort(*(request.request_id for request in REQUESTS))
-        begun = await asyncio.gather(*pending)
+        parts = await asyncio.gather(*pending)
         rest = [
             await engine.generate(replace(request, prefix_ids=part.token_ids)) if len(part.token_ids) < 12 else None
-            for request, part in zip(REQUESTS, begun, strict=True)
+            for request, part in zip(REQUESTS, parts, strict=True)
         ]
-        assert sum(0 < len(part.token_ids) < 12 for part in begun) > 3
+        assert sum(0 < len(part.token_ids) < 12 for part in parts) > 3
         return [
             part if more is None else replace(more, experts=merge_routing(part.experts, more.experts))
-            for part, more in zip(begun, rest, strict=True)
+            for part, more in zip(parts, rest, strict=True)
         ]
 
-    whole = completions()
-    for request, completion, pieces in zip(REQUESTS, whole, asyncio.run(in_pieces()), strict=True):
+    whole = generate()
+    for request, completion, pieces in zip(REQUESTS, whole, asyncio.run(generate_in_pieces()), strict=True):
         assert completion.experts is not None
         assert completion.experts.num_tokens == len(request.prompt_ids) + 11
         assert pieces.experts == completion.experts
 
 
-def test_an_engine_that_was_not_asked_says_nothing():
-    async def generated() -> Completion:
+def test_an_engine_records_no_experts_unless_told_to():
+    async def generate_one() -> Completion:
         engine = TorchEngine(MIXTURE, seed=0, num_slots=7, device=torch.device("cpu"), dtype=torch.float32)
         return await engine.generate(REQUESTS[0])
 
-    assert asyncio.run(generated()).experts is None
+    assert asyncio.run(generate_one()).experts is None
 
 
 # ------------------------------------------------------------------------------------------------------------------- trainer
-def test_with_the_engines_weights_nothing_changes(kind):
-    samples = samples_of(completions())
-    plain, replaying = (logprobs(new_backend(kind, experts), samples) for experts in (ExpertsConfig(), REPLAY))
+def test_replay_changes_nothing_if_trainer_and_engine_have_the_same_weights(kind):
+    samples = samples_of(generate())
+    plain, replaying = (trainer_logprobs(new_backend(kind, experts), samples) for experts in (ExpertsConfig(), REPLAY))
     assert torch.equal(plain, replaying)
 
 
-def test_samples_without_records_are_routed_as_ever(kind):
-    samples = [replace(sample, experts=None) for sample in samples_of(completions())]
-    plain, replaying = (logprobs(new_backend(kind, experts), samples) for experts in (ExpertsConfig(), REPLAY))
+def test_samples_without_recorded_experts_are_routed_by_the_trainer(kind):
+    samples = [replace(sample, experts=None) for sample in samples_of(generate())]
+    plain, replaying = (trainer_logprobs(new_backend(kind, experts), samples) for experts in (ExpertsConfig(), REPLAY))
     assert torch.equal(plain, replaying)
 
 
-def test_records_are_left_alone_without_replay(kind):
-    generated = completions(NOISE)
-    bare = [replace(sample, experts=None) for sample in samples_of(generated)]
+def test_recorded_experts_are_ignored_without_replay(kind):
+    recorded = samples_of(generate(NOISE))
+    unrecorded = [replace(sample, experts=None) for sample in recorded]
     backend = new_backend(kind, ExpertsConfig())
-    assert torch.equal(logprobs(backend, samples_of(generated)), logprobs(backend, bare))
+    assert torch.equal(trainer_logprobs(backend, recorded), trainer_logprobs(backend, unrecorded))
 
 
-def test_a_trainer_is_closer_to_an_engine_with_other_routers_if_it_replays_their_choices(kind):
-    generated = completions(NOISE)
-    without = mismatch(new_backend(kind, ExpertsConfig()), generated)
-    assert mismatch(new_backend(kind, REPLAY), generated) < 0.6 * without
+def test_replay_lowers_the_mismatch_with_an_engine_whose_routers_differ(kind):
+    completions = generate(NOISE)
+    without = mismatch(new_backend(kind, ExpertsConfig()), completions)
+    assert mismatch(new_backend(kind, REPLAY), completions) < 0.6 * without
 
 
-def test_routers_learn_by_the_experts_that_were_replayed(kind):
-    backend, samples = new_backend(kind, REPLAY), samples_of(completions(NOISE))
+def test_routers_get_gradients_through_the_replayed_experts(kind):
+    backend, samples = new_backend(kind, REPLAY), samples_of(generate(NOISE))
     backend.accumulate(cut(samples, PackingLimits(64, 40, Packing.SHARED_PROMPTS)), cross_entropy)
     gradients = {name: gradient for name, gradient in backend.gradients() if name.endswith("gate.weight")}
     assert len(gradients) == MIXTURE.num_layers
     assert all(gradient.abs().max() > 1e-5 for gradient in gradients.values())
 
 
-def test_an_iteration_with_replay_agrees_better_with_an_engine_that_rounds(kind, tmp_path):
+def test_replay_lowers_the_mismatch_with_an_engine_in_bfloat16(kind, tmp_path):
     found = {}
     for replays in (False, True):
         config = tiny_config(
@@ -166,7 +170,7 @@ def test_an_iteration_with_replay_agrees_better_with_an_engine_that_rounds(kind,
             training={"backend": kind, "experts": {"replay": replays}},
             rollout={"num_groups": 16, "group_size": 8, "max_new_tokens": 8},
         )
-        found[replays] = InProcess(config, engine_dtype=torch.bfloat16).iterate()
+        found[replays] = InProcessLoop(config, engine_dtype=torch.bfloat16).iterate()
     assert found[True]["mismatch/mean"] < 0.9 * found[False]["mismatch/mean"]
     assert found[True]["experts/replayed_share"] > 0.7
     assert "experts/replayed_share" not in found[False]

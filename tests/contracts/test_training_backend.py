@@ -1,4 +1,4 @@
-"""What every training backend must do: the same loss and gradients however a batch is cut, and checkpoints that reshard."""
+"""Contract of training backends: loss and gradients do not depend on how a batch is cut; checkpoints can be resharded."""
 
 import itertools
 from collections.abc import Callable
@@ -37,7 +37,7 @@ from roll_core.training.torch.trainable import TorchSettings
 from roll_core.types.manifest import Metrics
 from tests.megatron_worlds import start_ranks
 from tests.micro_batches import cut, random_tokens
-from tests.support import random_samples, tiny_config, trajectory
+from tests.support import MODEL_BACKENDS, random_samples, tiny_config, trajectory
 
 NUM_SAMPLES = 12
 MODEL = ScratchModel(max_positions=32)
@@ -55,14 +55,17 @@ LOSSES: dict[str, AlgorithmConfig] = {
     "vocabulary": Grpo(kl_loss=KlLossConfig(coefficient=0.5, estimator=KlEstimator.FULL)),
     "values": Ppo(),
 }
-"""Losses whose terms reach over a token, a turn, a sequence and the vocabulary, and the critic's."""
-TRAINED = [(kind, loss) for kind in BackendKind for loss in LOSSES if kind is BackendKind.TORCH or loss != "values"]
-"""Who computes which; megatron has no critic."""
+"""Losses whose terms depend on a token, a turn, a sequence or the vocabulary, and the loss of the critic."""
+TRAINED = [(kind, loss) for kind in MODEL_BACKENDS for loss in LOSSES if kind is BackendKind.TORCH or loss != "values"]
+"""Pairs of backend and loss; megatron has no critic."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to cut one batch. `micro_batch_tokens` sets the accumulation: all, about half or a quarter of it at a time."""
+    """Cut of one batch into ranks and micro-batches.
+
+    `micro_batch_tokens` sets the gradient accumulation: one, about two or about four micro-batches.
+    """
 
     num_ranks: int = 1
     micro_batch_tokens: int = 4096
@@ -89,7 +92,7 @@ LAYOUTS = {
     "prompts shared, accumulated": Layout(packing=Packing.SHARED_PROMPTS, micro_batch_tokens=26),
     "activations recomputed": Layout(activation_checkpointing=True),
     "logits three tokens at a time": Layout(chunk_tokens=3),
-    "rows filled up": Layout(packing=Packing.SHARED_PROMPTS, micro_batch_tokens=52, width_multiple=16),
+    "rows padded": Layout(packing=Packing.SHARED_PROMPTS, micro_batch_tokens=52, width_multiple=16),
     "two ranks": Layout(num_ranks=2),
     "two ranks, accumulated four times": Layout(num_ranks=2, micro_batch_tokens=13),
     "two ranks, prompts shared": Layout(num_ranks=2, packing=Packing.SHARED_PROMPTS),
@@ -117,14 +120,14 @@ def new_backend(layout: Layout, model: ScratchModel = MODEL, kind: BackendKind =
 
 
 def gradients_of(backend: Any) -> dict[str, torch.Tensor]:
-    """By the names of checkpoints."""
+    """Gradients of a backend by checkpoint name."""
     named = backend.gradients()
     if not isinstance(backend, MegatronBackend):
         named = to_checkpoint_names((name.removeprefix("model."), gradient) for name, gradient in named)
     return {name: gradient.clone() for name, gradient in named}
 
 
-@pytest.fixture(params=list(BackendKind))
+@pytest.fixture(params=MODEL_BACKENDS)
 def kind(request) -> BackendKind:
     return request.param
 
@@ -136,7 +139,7 @@ def new_critic(layout: Layout) -> TorchCritic:
     critic = TorchCritic(MODEL, TorchSettings(training, seed=3, temperature=1.0, device=torch.device("cpu")))
     critic.start_optimizer(OptimizerConfig(learning_rate=1e-3, max_gradient_norm=1e9), total_steps=10)
     torch.manual_seed(0)
-    # a head that is not zero, so that the trunk has a gradient too
+    # The head starts at zero, with which the trunk would have no gradient.
     head = torch.nn.init.normal_(torch.empty(1, MODEL.hidden_size), std=0.1)
     set_model_state_dict(critic._scorer, {"head.weight": head}, options=StateDictOptions(full_state_dict=True, strict=False))
     return critic
@@ -151,6 +154,7 @@ def micro_batches(layout: Layout, rank: int) -> list[MicroBatch]:
 def loss_and_gradients(
     layout: Layout, name: str, rank: int, kind: BackendKind = BackendKind.TORCH
 ) -> tuple[float, dict[str, torch.Tensor], int]:
+    """Train one step with the loss `name`; return the loss, the gradients, and the number of micro-batches."""
     parts = micro_batches(layout, rank)
     if name == "values":
         backend = new_critic(layout)
@@ -158,7 +162,7 @@ def loss_and_gradients(
             backend.accumulate(micro_batch, partial(clipped_value_loss, value_clip=0.2))
     else:
         backend = new_backend(layout, kind=kind)
-        # another architecture, so that the two distributions differ
+        # The reference has another architecture, so that its distribution differs.
         backend.build_frozen(Policy.REFERENCE, ScratchModel(max_positions=32, architecture=Architecture.LLAMA))
         accumulate = backend.accumulate_beside_reference if name == "vocabulary" else backend.accumulate
         accumulate(parts, loss_of(LOSSES[name]))
@@ -168,12 +172,12 @@ def loss_and_gradients(
 
 
 def _in_rank(rank: int, num_ranks: int, folder: str, kind: BackendKind) -> None:
-    """One gloo rank: every layout of that many ranks, then a checkpoint saved (by two) or loaded and compared (by three)."""
+    """Compute all layouts of `num_ranks` ranks in one of them. Then two ranks save a checkpoint, and three load it."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting-{num_ranks}", rank=rank, world_size=num_ranks)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous-{num_ranks}", rank=rank, world_size=num_ranks)
     try:
-        for (name, layout), (of, loss) in itertools.product(LAYOUTS.items(), TRAINED):
-            if layout.num_ranks == num_ranks and of is kind:
+        for (name, layout), (trained_kind, loss) in itertools.product(LAYOUTS.items(), TRAINED):
+            if layout.num_ranks == num_ranks and trained_kind is kind:
                 torch.save(loss_and_gradients(layout, loss, rank, kind), f"{folder}/{name}, {loss} by rank {rank}")
         learn(rank, num_ranks, Path(folder), kind)
         if num_ranks == 2:
@@ -189,7 +193,8 @@ def _step(backend: Any, layout: Layout, rank: int) -> None:
     backend.apply_gradients()
 
 
-def _step_by_infinity(backend: Any) -> Metrics:
+def _step_with_infinite_advantages(backend: Any) -> Metrics:
+    """Train a step whose gradients are not finite."""
     samples = random_samples(3)
     advantages_N = torch.full((sum(s.num_trained_tokens for s in samples),), torch.inf)
     tokens = replace(random_tokens(samples), advantages_N=advantages_N)
@@ -198,7 +203,7 @@ def _step_by_infinity(backend: Any) -> Metrics:
 
 
 def _save(rank: int, folder: Path, kind: BackendKind) -> None:
-    """As in a run: copied, then written by a thread while training goes on."""
+    """Save a checkpoint as in a run: a snapshot, written by a thread while training continues."""
     layout = Layout(num_ranks=2)
     backend = new_backend(layout, kind=kind)
     _step(backend, layout, rank)
@@ -207,8 +212,8 @@ def _save(rank: int, folder: Path, kind: BackendKind) -> None:
     snapshot = backend.snapshot()
     backend.reload()
     torch.save({name: tensor.clone() for name, tensor in backend.weights()}, folder / f"weights by rank {rank}")
-    with ThreadPoolExecutor(1) as beside:
-        writing = beside.submit(snapshot, folder / "checkpoint")
+    with ThreadPoolExecutor(1) as executor:
+        writing = executor.submit(snapshot, folder / "checkpoint")
         for _ in range(3):
             _step(backend, layout, rank)
         writing.result()
@@ -224,7 +229,7 @@ def _load_and_compare(folder: Path, kind: BackendKind) -> None:
 
 @pytest.fixture(scope="module")
 def rank_folders(tmp_path_factory) -> Callable[[BackendKind], Path]:
-    """What two ranks, then three, found: the processes start once for all tests, since starting them is what takes long."""
+    """Folder with the results of two and of three ranks, by backend. Ranks start once for all tests, since that is slow."""
 
     @cache
     def folder_of(kind: BackendKind) -> Path:
@@ -261,8 +266,10 @@ def test_loss_and_gradients_depend_neither_on_how_the_batch_is_cut_nor_on_the_ba
 
 
 def learn(rank: int, num_ranks: int, folder: Path, kind: BackendKind) -> None:
-    """Two iterations with a KL in the reward, by PPO where the backend has a critic, on this rank's share; rank 0 leaves
-    weights and metrics behind."""
+    """Train two iterations on this rank's share, with a KL in the reward, and by PPO if the backend has a critic.
+
+    Rank 0 saves weights and metrics.
+    """
     shaping: dict[str, Any] = {"kl": {"estimator": "k3", "adaptive": {"target": 0.1}}}
     algorithm = (
         {"kind": "ppo", "shaping": shaping | {"normalize": {}}}
@@ -311,7 +318,7 @@ def test_skipping_zero_advantages_changes_no_gradient(kind):
 
 
 @pytest.mark.parametrize("architecture", list(Architecture))
-def test_logprobs_are_those_of_the_plain_model(architecture, kind):
+def test_logprobs_equal_those_of_the_plain_model(architecture, kind):
     model = ScratchModel(max_positions=32, architecture=architecture)
     backend, plain = new_backend(Layout(chunk_tokens=5), model, kind), build_model(model, seed=3)
     samples = random_samples(NUM_SAMPLES)
@@ -341,7 +348,7 @@ def test_an_optimizer_step_lowers_the_loss_on_the_same_batch(kind):
 
 
 def test_a_checkpoint_of_two_ranks_continues_on_one_and_on_three(kind, rank_folders):
-    # the three ranks compared when they loaded it, in the fixture
+    # Three ranks have loaded and compared it in the fixture.
     backend = new_backend(REFERENCE, kind=kind)
     folder = rank_folders(kind)
     backend.load(folder / "checkpoint")
@@ -349,13 +356,13 @@ def test_a_checkpoint_of_two_ranks_continues_on_one_and_on_three(kind, rank_fold
     assert all(torch.equal(tensor, expected[name]) for name, tensor in backend.weights())
 
 
-def test_a_loaded_backend_moves_exactly_like_the_one_that_was_saved(tmp_path, kind):
+def test_a_loaded_backend_trains_exactly_like_the_one_that_was_saved(tmp_path, kind):
     original = new_backend(REFERENCE, kind=kind)
     _step(original, REFERENCE, 0)
-    _step_by_infinity(original)  # which is skipped, and not to be counted by Adam
+    _step_with_infinite_advantages(original)  # a skipped step, which Adam must not count
     snapshot = original.snapshot()
     _step(original, REFERENCE, 0)
-    snapshot(tmp_path / "checkpoint")  # what was, though training went on
+    snapshot(tmp_path / "checkpoint")  # written later, with the state of the time of the snapshot
     copy = new_backend(REFERENCE, kind=kind)
     copy.load(tmp_path / "checkpoint")
     _step(copy, REFERENCE, 0)
@@ -363,36 +370,36 @@ def test_a_loaded_backend_moves_exactly_like_the_one_that_was_saved(tmp_path, ki
     assert all(torch.equal(tensor, expected[name]) for name, tensor in copy.weights())
 
 
-def test_what_waited_in_host_memory_was_saved_there_and_moves_as_if_it_had_not(tmp_path, kind):
-    stayed, left, loaded = (new_backend(REFERENCE, kind=kind) for _ in range(3))
-    for backend in (stayed, left, loaded):
+def test_an_offloaded_backend_can_be_saved_and_trains_as_if_never_offloaded(tmp_path, kind):
+    untouched, offloaded, loaded = (new_backend(REFERENCE, kind=kind) for _ in range(3))
+    for backend in (untouched, offloaded, loaded):
         backend.build_frozen(Policy.REFERENCE, MODEL)
-    left.offload()
-    left.snapshot()(tmp_path / "before")  # when the optimizer has no state yet
-    left.reload()
-    for backend in (stayed, left):
+    offloaded.offload()
+    offloaded.snapshot()(tmp_path / "before")  # when the optimizer has no state yet
+    offloaded.reload()
+    for backend in (untouched, offloaded):
         _step(backend, REFERENCE, 0)
     for _ in range(2):
-        left.offload()
-        left.snapshot()(tmp_path / "away")
-        left.reload()
-    loaded.load(tmp_path / "away")
-    for backend in (stayed, left, loaded):
+        offloaded.offload()
+        offloaded.snapshot()(tmp_path / "offloaded")
+        offloaded.reload()
+    loaded.load(tmp_path / "offloaded")
+    for backend in (untouched, offloaded, loaded):
         _step(backend, REFERENCE, 0)
-    expected = dict(stayed.weights())
-    for backend in (left, loaded):
+    expected = dict(untouched.weights())
+    for backend in (offloaded, loaded):
         assert all(torch.equal(tensor, expected[name]) for name, tensor in backend.weights())
 
 
-def test_what_is_read_in_host_memory_are_the_weights(kind):
+def test_weights_can_be_read_from_an_offloaded_backend(kind):
     backend = new_backend(REFERENCE, kind=kind)
     expected = {name: tensor.clone() for name, tensor in backend.weights()}
     backend.offload()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in backend.weights())
 
 
-def test_a_save_that_was_interrupted_cannot_be_loaded(tmp_path, kind):
-    """The metadata is written last; in the store there is besides no record of it."""
+def test_a_checkpoint_whose_save_was_interrupted_cannot_be_loaded(tmp_path, kind):
+    """Saving writes the metadata last. In the store, an interrupted checkpoint has no record either."""
     backend = new_backend(REFERENCE, kind=kind)
     backend.snapshot()(tmp_path / "checkpoint")
     (tmp_path / "checkpoint/.metadata").unlink()
@@ -400,14 +407,14 @@ def test_a_save_that_was_interrupted_cannot_be_loaded(tmp_path, kind):
         backend.load(tmp_path / "checkpoint")
 
 
-def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted(kind):
+def test_a_step_with_a_gradient_that_is_not_finite_changes_no_weights_and_is_counted(kind):
     backend = new_backend(REFERENCE, kind=kind)
     before = {name: tensor.clone() for name, tensor in backend.weights()}
-    assert _step_by_infinity(backend)["update/skipped_steps"] == 1.0
+    assert _step_with_infinite_advantages(backend)["update/skipped_steps"] == 1.0
     assert all(torch.equal(tensor, before[name]) for name, tensor in backend.weights())
 
 
-def test_discarded_gradients_leave_no_trace(kind):
+def test_discarded_gradients_do_not_affect_the_next_step(kind):
     backend = new_backend(REFERENCE, kind=kind)
     (batch,) = micro_batches(REFERENCE, 0)
     backend.accumulate([batch], loss_of(Gspo()))

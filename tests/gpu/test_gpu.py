@@ -1,4 +1,4 @@
-"""The torch backend and engine on one GPU, with bf16 arithmetic: `make test-gpu`, where there is one."""
+"""Torch backend and torch engine on one GPU, in float32 and bfloat16. `make test-gpu` runs it on a machine with a GPU."""
 
 import asyncio
 import math
@@ -58,49 +58,51 @@ def loss_of(algorithm: AlgorithmConfig) -> LossFn:
     return build_algorithm(algorithm, num_optimizer_steps=1, max_new_tokens=8).loss
 
 
-async def sample(served: TorchEngine, trained: TorchBackend, asked: list[GenerationRequest]) -> list[Completion]:
-    await served.sleep()
-    await adopt(served, WeightsUpdate(1, unpack(pack(trained.weights()))), InFlightPolicy.FINISH)
-    await served.wake()
-    return await asyncio.gather(*(served.generate(request) for request in asked))
+async def publish_and_generate(
+    engine: TorchEngine, trained: TorchBackend, requests: list[GenerationRequest]
+) -> list[Completion]:
+    await engine.sleep()
+    await adopt(engine, WeightsUpdate(1, unpack(pack(trained.weights()))), InFlightPolicy.FINISH)
+    await engine.wake()
+    return await asyncio.gather(*(engine.generate(request) for request in requests))
 
 
 @pytest.mark.parametrize("architecture", list(Architecture))
 @pytest.mark.parametrize(
     ("precision", "dtype", "close"), [(Precision.FLOAT32, torch.float32, 1e-3), (Precision.BFLOAT16, torch.bfloat16, 0.1)]
 )
-def test_sampler_and_trainer_agree_on_the_gpu(architecture, precision, dtype, close):
+def test_sampler_and_trainer_logprobs_match_on_the_gpu(architecture, precision, dtype, close):
     trained = backend(precision, architecture=architecture)
-    served = TorchEngine(
+    engine = TorchEngine(
         ScratchModel(max_positions=64, architecture=architecture, hidden_size=128, intermediate_size=384),
         seed=0,
         num_slots=7,
         device=GPU,
         dtype=dtype,
     )
-    asked = [GenerationRequest(f"r{i}", (5, 6 + i % 9, 7), 20, 1.0, (1,), seed=i) for i in range(40)]
-    completions = asyncio.run(sample(served, trained, asked))
-    samples = [demonstration_sample(r.prompt_ids, c.token_ids) for r, c in zip(asked, completions, strict=True)]
+    requests = [GenerationRequest(f"r{i}", (5, 6 + i % 9, 7), 20, 1.0, (1,), seed=i) for i in range(40)]
+    completions = asyncio.run(publish_and_generate(engine, trained, requests))
+    samples = [demonstration_sample(r.prompt_ids, c.token_ids) for r, c in zip(requests, completions, strict=True)]
     (batch,) = cut(samples, LIMITS)
     sampler_logprobs_N = torch.tensor([logprob for c in completions for logprob in c.sampler_logprobs])
     (trainer_logprobs_N,) = trained.logprobs([batch], Policy.CURRENT)
     difference = (trainer_logprobs_N - sampler_logprobs_N[batch.token_index_N]).abs()
-    # In bfloat16 a token whose experts are chosen by a hair may get others: that is no rounding error any more.
-    is_rounded_to_others = architecture is Architecture.QWEN3_MOE and precision is Precision.BFLOAT16
-    assert difference.quantile(0.98 if is_rounded_to_others else 1.0).item() < close
+    # In bfloat16, rounding can change the experts of a token whose router scores are close: more than a rounding error.
+    may_change_experts = architecture is Architecture.QWEN3_MOE and precision is Precision.BFLOAT16
+    assert difference.quantile(0.98 if may_change_experts else 1.0).item() < close
 
 
-def test_what_new_weights_interrupt_is_resumed_with_the_tokens_it_would_have_got():
-    """The same weights under another number, while all slots are busy."""
+def test_requests_interrupted_by_new_weights_resume_with_the_tokens_of_uninterrupted_ones():
+    """The update brings the same weights under another version number while all slots are busy."""
     trained = backend(Precision.FLOAT32)
     model = ScratchModel(max_positions=64, hidden_size=128, intermediate_size=384)
-    asked = [GenerationRequest(f"r{i}", (5, 6 + i % 9, 7), 40, 1.0, (), seed=i) for i in range(24)]
+    requests = [GenerationRequest(f"r{i}", (5, 6 + i % 9, 7), 40, 1.0, (), seed=i) for i in range(24)]
 
-    async def served(interrupts: bool) -> list[Completion]:
+    async def generate(interrupted: bool) -> list[Completion]:
         engine = TorchEngine(model, seed=0, num_slots=24, device=GPU, dtype=torch.float32)
         await adopt(engine, WeightsUpdate(1, unpack(pack(trained.weights()))), InFlightPolicy.FINISH)
-        running = [asyncio.create_task(engine.generate(request)) for request in asked]
-        if not interrupts:
+        running = [asyncio.create_task(engine.generate(request)) for request in requests]
+        if not interrupted:
             return await asyncio.gather(*running)
         for _ in range(12):
             await asyncio.sleep(0)
@@ -108,7 +110,8 @@ def test_what_new_weights_interrupt_is_resumed_with_the_tokens_it_would_have_got
         parts = await asyncio.gather(*running)
         assert all(0 < len(part.token_ids) < 40 for part in parts)
         rest = [
-            engine.generate(replace(request, prefix_ids=part.token_ids)) for request, part in zip(asked, parts, strict=True)
+            engine.generate(replace(request, prefix_ids=part.token_ids))
+            for request, part in zip(requests, parts, strict=True)
         ]
         return [
             replace(
@@ -117,7 +120,7 @@ def test_what_new_weights_interrupt_is_resumed_with_the_tokens_it_would_have_got
             for part, end in zip(parts, await asyncio.gather(*rest), strict=True)
         ]
 
-    whole, resumed = asyncio.run(served(interrupts=False)), asyncio.run(served(interrupts=True))
+    whole, resumed = asyncio.run(generate(interrupted=False)), asyncio.run(generate(interrupted=True))
     assert [c.token_ids for c in resumed] == [c.token_ids for c in whole]
     assert {version for c in resumed for version in c.weights_versions} == {1, 2}
 
@@ -128,14 +131,14 @@ LLAMA_TEACHER = {"kind": "pretrained", "model": {"kind": "scratch", "architectur
 @pytest.mark.parametrize("precision", list(Precision))
 @pytest.mark.parametrize("kind", [row.kind for row in TABLE])
 def test_every_algorithm_learns_on_the_gpu(kind, precision, tmp_path):
-    """With every signal there is: values, teachers, and the full-vocabulary KL in reward and loss."""
+    """Every signal is on: values, teachers, and the full-vocabulary KL in reward and loss."""
     algorithm = {
         "kind": kind,
         "kl_loss": {"estimator": "full"},
         "shaping": {"kl": {"estimator": "full"}},
         "correction": {"filters": [{"level": "segment", "lower": 1e-4}]},
     }
-    if kind in ("tis", "topr"):  # their objectives weigh by policy / sampler themselves
+    if kind in ("tis", "topr"):  # their objectives weight tokens by policy / sampler themselves
         algorithm["correction"]["weighting"] = None
     if kind == "distillation":
         algorithm |= {"teachers": [LLAMA_TEACHER], "reward_weight": 0.5}
@@ -159,7 +162,7 @@ def test_every_algorithm_learns_on_the_gpu(kind, precision, tmp_path):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
-def test_bf16_gradients_point_where_float32_ones_do(checkpointing):
+def test_bf16_gradients_have_the_direction_of_float32_gradients(checkpointing):
     found = []
     for precision in (Precision.FLOAT32, Precision.BFLOAT16):
         trained = backend(precision, checkpointing=checkpointing)
@@ -184,7 +187,7 @@ def test_bf16_updates_lower_the_loss_and_survive_a_checkpoint(tmp_path: Path):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.weights())
 
 
-def test_a_snapshot_can_be_made_again_and_is_what_was(tmp_path):
+def test_every_snapshot_holds_the_weights_of_its_time(tmp_path):
     learner = Learner(tiny_config(tmp_path), rank=0, device=GPU)
     for number in range(3):
         snapshot = learner.snapshot()
@@ -199,56 +202,59 @@ def test_a_snapshot_can_be_made_again_and_is_what_was(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernel_mixes_what_plain_torch_mixes(dtype):
-    many = [torch.randn(size).to(dtype) for size in (1, 8191, 8192, 100_003, 7)] + [torch.randn(30, 40).to(dtype).T]
-    assert mix([numbers.to(GPU) for numbers in many]).tolist() == mix(many).tolist()
+def test_the_digest_kernel_computes_what_plain_torch_computes(dtype):
+    tensors = [torch.randn(size).to(dtype) for size in (1, 8191, 8192, 100_003, 7)] + [torch.randn(30, 40).to(dtype).T]
+    assert mix([tensor.to(GPU) for tensor in tensors]).tolist() == mix(tensors).tolist()
 
 
-def test_offloaded_the_backend_leaves_the_gpu_and_comes_back_as_it_was():
-    stayed, left = backend(Precision.BFLOAT16), backend(Precision.BFLOAT16)
+def test_an_offloaded_backend_frees_gpu_memory_and_trains_as_if_never_offloaded():
+    untouched, offloaded = backend(Precision.BFLOAT16), backend(Precision.BFLOAT16)
     batch, loss = micro_batch(), loss_of(Grpo())
 
     def step(one: TorchBackend) -> None:
         one.accumulate([batch], loss)
         one.apply_gradients()
 
-    step(stayed)
-    step(left)
-    held = torch.cuda.memory_allocated()
-    size = sum(tensor.nbytes for _, tensor in left.weights())
+    step(untouched)
+    step(offloaded)
+    before = torch.cuda.memory_allocated()
+    size = sum(tensor.nbytes for _, tensor in offloaded.weights())
     for _ in range(2):
-        left.offload()
-        assert torch.cuda.memory_allocated() <= held - 3 * size, "weights, and two moments of each"
-        left.reload()
-    step(stayed)
-    step(left)
-    expected = dict(stayed.weights())
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in left.weights())
+        offloaded.offload()
+        assert torch.cuda.memory_allocated() <= before - 3 * size, "weights and Adam's two moments"
+        offloaded.reload()
+    step(untouched)
+    step(offloaded)
+    expected = dict(untouched.weights())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in offloaded.weights())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_one_launch_copies_and_rounds_what_plain_torch_does(dtype):
-    numbers = torch.randn(3_000_000, device=GPU)
-    memory = torch.zeros(2_000_000, dtype=dtype, device=GPU)
-    expected, copies = memory.clone(), []
-    for start, place, size in ((0, 16, 16), (4096, 64, 4096), (16_000, 8192, 1_900_000 - 16 * 50), (48, 32, 32)):
-        copies.append(FlatCopy(start, memory[place : place + size]))
-        expected[place : place + size] = numbers[start : start + size]
-    CopyTable(copies).copy(numbers)
-    assert torch.equal(memory, expected)
+def test_one_kernel_launch_copies_and_rounds_like_plain_torch(dtype):
+    source = torch.randn(3_000_000, device=GPU)
+    target = torch.zeros(2_000_000, dtype=dtype, device=GPU)
+    expected, copies = target.clone(), []
+    for start, offset, size in ((0, 16, 16), (4096, 64, 4096), (16_000, 8192, 1_900_000 - 16 * 50), (48, 32, 32)):
+        copies.append(FlatCopy(start, target[offset : offset + size]))
+        expected[offset : offset + size] = source[start : start + size]
+    CopyTable(copies).copy(source)
+    assert torch.equal(target, expected)
 
 
-def build_a_half(rank: int, folder: Path) -> None:
-    """Of two ranks on one GPU, which may not talk by it: nothing is said until something is trained."""
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+def build_sharded(rank: int, folder: Path) -> None:
+    """Build a model sharded over two ranks and save the peak of GPU memory.
+
+    NCCL refuses two ranks on one GPU, but building the backend needs no communication.
+    """
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     model = ScratchModel(max_positions=64, hidden_size=1024, intermediate_size=3072, num_layers=12)
     TorchBackend(model, TorchSettings(TrainingConfig(), seed=0, temperature=1.0, device=GPU))
     (folder / f"peak-{rank}").write_text(str(torch.cuda.max_memory_allocated()))
     dist.destroy_process_group()
 
 
-def test_no_gpu_ever_has_the_whole_of_a_model_that_is_shared_out(tmp_path):
-    torch.multiprocessing.spawn(build_a_half, args=(tmp_path,), nprocs=2)
+def test_no_gpu_ever_holds_the_whole_of_a_sharded_model(tmp_path):
+    torch.multiprocessing.spawn(build_sharded, args=(tmp_path,), nprocs=2)
     model = ScratchModel(max_positions=64, hidden_size=1024, intermediate_size=3072, num_layers=12)
     shape = shape_of(model)
     assert shape is not None

@@ -1,4 +1,4 @@
-"""The megatron backend on one GPU: `make test-gpu`, where there is one."""
+"""Megatron backend on one GPU. `make test-gpu` runs it on a machine with a GPU."""
 
 import pytest
 import torch
@@ -33,22 +33,22 @@ def backend(architecture: Architecture, precision: Precision) -> MegatronBackend
     return built
 
 
-@pytest.mark.parametrize(("precision", "most"), [(Precision.FLOAT32, 1e-3), (Precision.BFLOAT16, 0.1)])
+@pytest.mark.parametrize(("precision", "tolerance"), [(Precision.FLOAT32, 1e-3), (Precision.BFLOAT16, 0.1)])
 @pytest.mark.parametrize("architecture", list(Architecture))
-def test_logprobs_are_those_of_the_torch_backend_on_a_cpu(architecture, precision, most):
+def test_logprobs_match_those_of_the_torch_backend_on_a_cpu(architecture, precision, tolerance):
     model = ScratchModel(max_positions=64, architecture=architecture, hidden_size=128, intermediate_size=384)
     exact = TorchBackend(model, TorchSettings(TrainingConfig(), 3, 1.0, torch.device("cpu")))
     (found,) = backend(architecture, precision).logprobs([micro_batch()], Policy.CURRENT)
-    (wanted,) = exact.logprobs([micro_batch()], Policy.CURRENT)
-    differences = (found - wanted).abs()
+    (expected,) = exact.logprobs([micro_batch()], Policy.CURRENT)
+    differences = (found - expected).abs()
     if architecture is Architecture.QWEN3_MOE and precision is Precision.BFLOAT16:
-        assert differences.quantile(0.8) < most, differences  # rounded, a few tokens go to other experts
+        assert differences.quantile(0.8) < tolerance, differences  # rounding sends a few tokens to other experts
     else:
-        assert differences.max() < most
+        assert differences.max() < tolerance
 
 
 @pytest.mark.parametrize("architecture", list(Architecture))
-def test_steps_in_bfloat16_lower_the_loss(architecture):
+def test_optimizer_steps_in_bfloat16_lower_the_loss(architecture):
     trained = backend(architecture, Precision.BFLOAT16)
     anchored = micro_batch().with_signals(anchor_logprobs_N=trained.logprobs([micro_batch()], Policy.CURRENT)[0])
     losses = []
@@ -58,19 +58,19 @@ def test_steps_in_bfloat16_lower_the_loss(architecture):
     assert losses[-1] < losses[0]
 
 
-def test_offloaded_the_backend_leaves_the_gpu_and_comes_back_as_it_was():
-    stayed, left = (backend(Architecture.QWEN3, Precision.BFLOAT16) for _ in range(2))
+def test_an_offloaded_backend_frees_gpu_memory_and_trains_as_if_never_offloaded():
+    untouched, offloaded = (backend(Architecture.QWEN3, Precision.BFLOAT16) for _ in range(2))
     loss = build_algorithm(Grpo(), num_optimizer_steps=1, max_new_tokens=8).loss
-    anchored = micro_batch().with_signals(anchor_logprobs_N=stayed.logprobs([micro_batch()], Policy.CURRENT)[0])
-    for one in (stayed, left):
+    anchored = micro_batch().with_signals(anchor_logprobs_N=untouched.logprobs([micro_batch()], Policy.CURRENT)[0])
+    for one in (untouched, offloaded):
         one.accumulate([anchored], loss)
         one.apply_gradients()
     before = torch.cuda.memory_allocated()
-    left.offload()
+    offloaded.offload()
     assert torch.cuda.memory_allocated() < 0.6 * before
-    left.reload()
-    for one in (stayed, left):
+    offloaded.reload()
+    for one in (untouched, offloaded):
         one.accumulate([anchored], loss)
         one.apply_gradients()
-    expected = dict(stayed.weights())
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in left.weights())
+    expected = dict(untouched.weights())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in offloaded.weights())

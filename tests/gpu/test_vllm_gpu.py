@@ -1,4 +1,4 @@
-"""vLLM on one GPU beside the trainer: weights through the GPU's memory, sleep and wake, resumed tokens. `make test-gpu`."""
+"""vLLM engine on one GPU beside the trainer: weights through GPU memory, sleep, wake, resumed requests. `make test-gpu`."""
 
 import asyncio
 from collections.abc import Awaitable, Iterator
@@ -30,20 +30,20 @@ MODEL = ScratchModel(max_positions=256, hidden_size=256, intermediate_size=768, 
 NO_STOP: tuple[int, ...] = ()
 
 
-def trainer(precision: Precision, seed: int) -> TorchBackend:
+def new_trainer(precision: Precision, seed: int) -> TorchBackend:
     settings = TorchSettings(TrainingConfig(precision=precision), seed=seed, temperature=1.0, device=GPU)
     backend = TorchBackend(MODEL, settings)
     backend.start_optimizer(OptimizerConfig(), total_steps=1)
     return backend
 
 
-class Served:
-    """One engine in one event loop, for all tests of a precision."""
+class Subject:
+    """Engine under test with its event loop; all tests of a precision share it."""
 
     def __init__(self, precision: Precision):
         self.precision = precision
         self.dtype = torch.bfloat16 if precision is Precision.BFLOAT16 else torch.float32
-        self.close_by = 0.1 if precision is Precision.BFLOAT16 else 0.01  # vLLM's attention multiplies in TF32
+        self.tolerance = 0.1 if precision is Precision.BFLOAT16 else 0.01  # vLLM's attention multiplies in TF32
         self._runner = asyncio.Runner()
         self.run = self._runner.run
         self.engine = self.run(self._start())
@@ -55,7 +55,7 @@ class Served:
     async def adopt_shared(
         self, version: int, backend: TorchBackend, in_flight: InFlightPolicy = InFlightPolicy.FINISH
     ) -> None:
-        """As fleet, rank and engine do it: where the weights lie, and every third time by small buckets through a buffer."""
+        """Publish weights through GPU memory, as in a run: in place, and every third version through small buckets."""
         recorder = CheckRecorder(version)
         await self.engine.begin_update(in_flight)
         weights = list(recorder.observe(backend.weights()))
@@ -64,8 +64,8 @@ class Served:
             await self.engine.load(bucket)
         await self.engine.finish_update(version, recorder.check)
 
-    async def generate(self, asked: list[GenerationRequest]) -> list[Completion]:
-        return await asyncio.gather(*(self.engine.generate(request) for request in asked))
+    async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+        return await asyncio.gather(*(self.engine.generate(request) for request in requests))
 
     def close(self) -> None:
         self.engine.close()
@@ -74,57 +74,57 @@ class Served:
 
 
 @pytest.fixture(scope="module", params=[Precision.FLOAT32, Precision.BFLOAT16])
-def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    one = Served(request.param)
+def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
+    one = Subject(request.param)
     yield one
     one.close()
 
 
-def requests(count: int, length: int = 40, stop: tuple[int, ...] = (1,)) -> list[GenerationRequest]:
+def make_requests(count: int, length: int = 40, stop: tuple[int, ...] = (1,)) -> list[GenerationRequest]:
     return [GenerationRequest(f"r{i}", (5, 6 + i % 9, 7), length, 1.0, stop, seed=i) for i in range(count)]
 
 
-def largest_difference(backend: TorchBackend, asked: list[GenerationRequest], completions: list[Completion]) -> float:
-    samples = [demonstration_sample(r.prompt_ids, c.token_ids) for r, c in zip(asked, completions, strict=True)]
+def largest_mismatch(backend: TorchBackend, requests: list[GenerationRequest], completions: list[Completion]) -> float:
+    samples = [demonstration_sample(r.prompt_ids, c.token_ids) for r, c in zip(requests, completions, strict=True)]
     (batch,) = cut(samples, PackingLimits(65536, None, Packing.ROWS))
     sampler_logprobs_N = torch.tensor([logprob for c in completions for logprob in c.sampler_logprobs])
     (trainer_logprobs_N,) = backend.logprobs([batch], Policy.CURRENT)
     return (trainer_logprobs_N - sampler_logprobs_N[batch.token_index_N]).abs().max().item()
 
 
-def test_sampler_and_trainer_agree_after_updates_through_shared_memory_and_sleep(served):
-    asked = requests(48)
+def test_sampler_and_trainer_logprobs_match_after_updates_through_shared_memory_and_sleep(subject):
+    requests = make_requests(48)
 
     async def after_updates() -> tuple[list[Completion], list[Completion]]:
         for version in (1, 2, 3):
-            await served.adopt_shared(version, trainer(served.precision, seed=version))
-        before = await served.generate(asked)
-        await served.engine.sleep()
-        await served.adopt_shared(4, trainer(served.precision, seed=3))
-        await served.engine.wake()
-        return before, await served.generate(asked)
+            await subject.adopt_shared(version, new_trainer(subject.precision, seed=version))
+        before = await subject.generate(requests)
+        await subject.engine.sleep()
+        await subject.adopt_shared(4, new_trainer(subject.precision, seed=3))
+        await subject.engine.wake()
+        return before, await subject.generate(requests)
 
-    before, after = served.run(after_updates())
+    before, after = subject.run(after_updates())
     for completions in (before, after):
-        assert largest_difference(trainer(served.precision, seed=3), asked, completions) < served.close_by
+        assert largest_mismatch(new_trainer(subject.precision, seed=3), requests, completions) < subject.tolerance
 
 
-def test_weights_by_way_of_the_host_are_the_same(served):
-    asked, backend = requests(16), trainer(served.precision, seed=4)
+def test_sampler_and_trainer_logprobs_match_after_an_update_through_host_memory(subject):
+    requests, backend = make_requests(16), new_trainer(subject.precision, seed=4)
 
-    async def by_host() -> list[Completion]:
+    async def after_update() -> list[Completion]:
         recorder = CheckRecorder(1)
-        await served.engine.begin_update(InFlightPolicy.FINISH)
+        await subject.engine.begin_update(InFlightPolicy.FINISH)
         for bucket in pack(recorder.observe(backend.weights()), bucket_bytes=500_000):
-            await served.engine.load(bucket)
-        await served.engine.finish_update(1, recorder.check)
-        return await served.generate(asked)
+            await subject.engine.load(bucket)
+        await subject.engine.finish_update(1, recorder.check)
+        return await subject.generate(requests)
 
-    assert largest_difference(backend, asked, served.run(by_host())) < served.close_by
+    assert largest_mismatch(backend, requests, subject.run(after_update())) < subject.tolerance
 
 
-def test_damaged_weights_are_refused_by_name(served):
-    backend = trainer(served.precision, seed=5)
+def test_damaged_weights_are_refused_by_name(subject):
+    backend = new_trainer(subject.precision, seed=5)
 
     async def refused() -> None:
         for version in range(1, 4):
@@ -133,44 +133,46 @@ def test_damaged_weights_are_refused_by_name(served):
             matrices = [sample.name for sample in recorder.check.samples if sample.values.ndim == 2]
             for name in matrices:
                 damaged = ((n, t.roll(1, dims=-1) if n == name else t) for n, t in backend.weights())
-                await served.engine.begin_update(InFlightPolicy.FINISH)
-                for bucket in pack_on_device(damaged, served.dtype):
-                    await served.engine.load(bucket)
+                await subject.engine.begin_update(InFlightPolicy.FINISH)
+                for bucket in pack_on_device(damaged, subject.dtype):
+                    await subject.engine.load(bucket)
                 with pytest.raises(WrongWeights, match=f"version {version} differs .*{name}"):
-                    await served.engine.finish_update(version, recorder.check)
-        await served.adopt_shared(9, backend)
+                    await subject.engine.finish_update(version, recorder.check)
+        await subject.adopt_shared(9, backend)
 
-    served.run(refused())
+    subject.run(refused())
 
 
 @pytest.mark.parametrize("in_flight", [InFlightPolicy.RESUME, InFlightPolicy.CONTINUE])
-def test_what_new_weights_interrupt_goes_on_with_the_tokens_it_would_have_got(served, in_flight):
-    """The same weights under another number, while all are under way. In bfloat16 a token may fall on the other side when
-    another batch rounds another way, so that only float32 is compared token by token."""
-    backend, asked = trainer(served.precision, seed=6), requests(24, length=200, stop=NO_STOP)
+def test_requests_interrupted_by_new_weights_continue_with_the_tokens_of_uninterrupted_ones(subject, in_flight):
+    """The update brings the same weights under another version number while all requests are in flight.
+
+    Only float32 is compared token by token: in bfloat16, another batch rounds differently, which can change a sampled token.
+    """
+    backend, requests = new_trainer(subject.precision, seed=6), make_requests(24, length=200, stop=NO_STOP)
 
     async def across_an_update() -> tuple[list[Completion], list[Completion]]:
-        await served.adopt_shared(1, backend)
-        whole = await served.generate(asked)
-        pending = [asyncio.create_task(served.engine.generate(request)) for request in asked]
-        await served.engine.generate(GenerationRequest("shorter", (5, 6, 7), 20, 1.0, NO_STOP, seed=0))
-        await served.adopt_shared(2, backend, in_flight)
-        return whole, [await finish(part, request) for part, request in zip(pending, asked, strict=True)]
+        await subject.adopt_shared(1, backend)
+        whole = await subject.generate(requests)
+        pending = [asyncio.create_task(subject.engine.generate(request)) for request in requests]
+        await subject.engine.generate(GenerationRequest("shorter", (5, 6, 7), 20, 1.0, NO_STOP, seed=0))
+        await subject.adopt_shared(2, backend, in_flight)
+        return whole, [await finish(part, request) for part, request in zip(pending, requests, strict=True)]
 
     async def finish(pending: Awaitable[Completion], request: GenerationRequest) -> Completion:
         part = await pending
         if part.ending is not Ending.ABORTED:
             return part
-        rest = await served.engine.generate(replace(request, prefix_ids=part.token_ids))
+        rest = await subject.engine.generate(replace(request, prefix_ids=part.token_ids))
         return replace(
             rest,
             token_ids=part.token_ids + rest.token_ids,
             weights_versions=part.weights_versions + rest.weights_versions,
         )
 
-    whole, resumed = served.run(across_an_update())
+    whole, resumed = subject.run(across_an_update())
     assert all(len(c.token_ids) == len(c.weights_versions) == 200 for c in resumed)
     assert {version for c in resumed for version in c.weights_versions} == {1, 2}
-    if served.precision is Precision.FLOAT32:
-        same = sum(a.token_ids == b.token_ids for a, b in zip(whole, resumed, strict=True))
-        assert same >= 20, f"{same} of {len(asked)} completions are the same"
+    if subject.precision is Precision.FLOAT32:
+        num_equal = sum(a.token_ids == b.token_ids for a, b in zip(whole, resumed, strict=True))
+        assert num_equal >= 20, f"{num_equal} of {len(requests)} completions are the same"

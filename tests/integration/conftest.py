@@ -1,4 +1,9 @@
-"""Real runs: the `roll` command in a folder of its own, with a real Prefect, Ray, store and MLflow behind it."""
+"""Real runs: the `roll` command in a folder of its own, with a real Prefect server, Ray, store and MLflow behind it.
+
+Starting a run costs about 40 CPU seconds, nearly all of it imports. Tests that kill neither the command nor the leg's
+process therefore train in the test's own process (`Workspace.train`), on a Ray cluster that they share. Where tokens and
+weights do not matter, engines and trainer rehearse (`REHEARSED`), which imports no torch.
+"""
 
 import contextlib
 import io
@@ -6,24 +11,36 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from mlflow import MlflowClient
 
 from flows import cli
 from flows.prefect_server import QUIET, embedded_server
+from roll_core.config.load import load_config
+from roll_core.config.operations.placement import leg_resources
+from roll_core.config.run import RunConfig
 from roll_core.errors import UserError
+from roll_core.planning.preflight import check_ready, with_teachers_pinned
+from roll_core.roles.process import role_environment
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.checkpoints import checkpoints_of
-from roll_core.store.records.runs import read_chain
-from roll_core.types.manifest import Manifest
-from roll_core.types.refs import CheckpointRef
-from tests.support import ROOT
+from roll_core.store.records.forks import forked_config
+from roll_core.store.records.runs import find_run, open_run, read_chain, read_config
+from roll_core.types.leg import LegAllocation, LegEnded, LegEnding
+from roll_core.types.manifest import Manifest, Replayed
+from roll_core.types.refs import CheckpointRef, RunRef
+from tests.support import ROOT, patience
+
+if TYPE_CHECKING:
+    from ray.cluster_utils import Cluster
 
 ROLL = str(Path(sys.executable).parent / "roll")
 TINY_RUN = """
@@ -38,39 +55,156 @@ rollout: {{num_groups: 4, group_size: 4, max_new_tokens: 5}}
 training: {{optimizer: {{learning_rate: 1.0e-3}}}}
 evaluation: {{every: 2, num_problems: 8}}
 checkpoint: {{every: 3}}
-tracking: {{uri: "{tracking}"}}
+tracking: {{uri: null}}
 """
-
 MLFLOW_DATABASE = "mlflow.db"
-REHEARSED = ("--set", "inference={kind: rehearsal, seconds_per_token: 0.02, median_tokens: 5, sigma: 0}")
-"""Random tokens from an engine without a model, which starts sooner: for what does not depend on tokens."""
+TRACKED = f"tracking.uri=sqlite:///{MLFLOW_DATABASE}"
+"""Setting of a run that uploads to MLflow; the others do without the uploader's process."""
+REHEARSED = (
+    "inference={kind: rehearsal, seconds_per_token: 0.02, median_tokens: 5, sigma: 0}",
+    "training={backend: rehearsal}",
+)
+"""Settings of a run without a model: random tokens, and weights that are a digest of what was trained on."""
+SHARED_DEVICES = 8
+"""Device slots of the shared Ray cluster: the most that a run on it may ask for."""
+
+
+def settings(*overrides: str) -> list[str]:
+    """Command-line arguments that set config keys."""
+    return [word for override in overrides for word in ("--set", override)]
 
 
 def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = 180.0) -> None:
-    ends_at = time.monotonic() + deadline_s
+    """Poll a condition; fail with `what` after the deadline, which a loaded machine extends."""
+    ends_at = time.monotonic() + patience(deadline_s)
     while not condition():
-        assert time.monotonic() < ends_at, f"after {deadline_s:.0f} s still waiting until {what}"
+        assert time.monotonic() < ends_at, f"after {patience(deadline_s):.0f} s still waiting until {what}"
         time.sleep(0.05)
 
 
-class Workspace:
-    """A folder in which commands run, as a user's would."""
+class SharedRay:
+    """Ray cluster of this test process, started when a run first needs it. Runs on it must not kill its nodes."""
 
-    def __init__(self, folder: Path, environment: dict[str, str]):
+    def __init__(self) -> None:
+        self._cluster: Cluster | None = None
+
+    @property
+    def address(self) -> str:
+        """Address of the cluster's head."""
+        if self._cluster is None:
+            from ray.cluster_utils import Cluster
+
+            with pytest.MonkeyPatch.context() as patch:
+                for name, value in role_environment().items():
+                    patch.setenv(name, value)
+                self._cluster = Cluster()
+                self._cluster.add_node(
+                    num_cpus=SHARED_DEVICES + 1,
+                    resources=leg_resources(0, SHARED_DEVICES),
+                    include_dashboard=False,
+                    node_name=socket.gethostname(),
+                    _system_config={"worker_niceness": 0},
+                )
+        return self._cluster.address
+
+    def close(self) -> None:
+        """Stop the cluster, if it was started."""
+        if self._cluster is not None:
+            self._cluster.shutdown()
+
+
+class Workspace:
+    """Folder in which a user's commands and runs happen: its own store, work folder and MLflow database."""
+
+    def __init__(self, folder: Path, environment: dict[str, str], shared_ray: SharedRay):
         self.folder = folder
         self.environment = environment
         self.config = folder / "tiny.yaml"
+        self.config.write_text(TINY_RUN.format(root=ROOT))
         self.tracking = f"sqlite:///{folder}/{MLFLOW_DATABASE}"
-        self.config.write_text(TINY_RUN.format(root=ROOT, tracking=self.tracking))
+        self._shared_ray = shared_ray
         self._newest: subprocess.Popen[str] | None = None
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """`roll ARGUMENTS` in a process group of its own, so that signals can be sent as a terminal does."""
-        return self._start([ROLL, *arguments], self.environment)
+    # ------------------------------------------------------------------------------------------ runs in this process
+    def train(self, *overrides: str, config: Path | str | None = None) -> list[Manifest]:
+        """Train a new run to its end in this process, on the shared Ray cluster; return its manifests."""
+        run = self.open(*overrides, config=config)
+        ended = self.run_leg(run)
+        assert ended.ending is LegEnding.FINISHED, ended.cause
+        return self.chain(run.run_id)
 
-    def start_with(self, fault: str, *arguments: str) -> subprocess.Popen[str]:
-        """The same, with roles that note what they generate, and fail as told."""
-        return self.start_module("tests.integration.faulty_roles", fault, *arguments)
+    def open(self, *overrides: str, config: Path | str | None = None) -> RunRef:
+        """Open a new run of a config, by default the tiny one."""
+        with contextlib.chdir(self.folder):
+            loaded: RunConfig = load_config(config or self.config, overrides)
+            check_ready(loaded)
+        return open_run(ObjectStore(loaded.store.uri, loaded.store.retry_seconds), with_teachers_pinned(loaded))
+
+    def find(self, run_id: str) -> RunRef:
+        return find_run(self.store, run_id)
+
+    def fork(self, run_id: str, iteration: int, *overrides: str) -> list[Manifest]:
+        """Fork a run at an iteration and train the fork to its end in this process; return its manifests."""
+        with contextlib.chdir(self.folder):
+            config = forked_config(self.store, run_id, iteration, overrides)
+            check_ready(config)
+        fork = open_run(self.store, config)
+        ended = self.run_leg(fork)
+        assert ended.ending is LegEnding.FINISHED, ended.cause
+        return self.chain(fork.run_id)
+
+    def replay(self, run_id: str, iteration: int) -> Replayed:
+        """Replay the update of an iteration on the shared Ray cluster."""
+        from roll_core.roles.fleet import Fleet
+        from tasks.replay import replay
+
+        run, folder = find_run(self.store, run_id), self.folder / f"replay-{run_id}-{iteration}" / "leg"
+        folder.mkdir(parents=True)
+        with self._in_process(), Fleet(run, read_config(run).without_engines, folder, self._shared_ray.address) as fleet:
+            return replay(self.chain(run_id), iteration, self.store, fleet)
+
+    def run_leg(self, run: RunRef, leg: int = 1) -> LegEnded:
+        """Run one leg of a run in this process; return how it ended."""
+        from flows.train_leg import run_leg_flow
+
+        with self._in_process():
+            allocation = LegAllocation(ends_at=lambda: float("inf"), ray_address=lambda: self._shared_ray.address)
+            return run_leg_flow(run, leg, allocation)
+
+    @contextlib.contextmanager
+    def _in_process(self) -> Iterator[None]:
+        from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_LEVEL, temporary_settings
+
+        url = self.environment["PREFECT_API_URL"]
+        with (
+            contextlib.chdir(self.folder),
+            pytest.MonkeyPatch.context() as patch,
+            temporary_settings({PREFECT_API_URL: url, PREFECT_LOGGING_LEVEL: "CRITICAL"}),
+        ):
+            patch.setenv("PREFECT_API_URL", url)
+            yield
+
+    @contextlib.contextmanager
+    def when_committed(self, iteration: int, act: Callable[[], object], run_id: str = "tiny-1") -> Iterator[None]:
+        """Call `act` in a thread as soon as an iteration is committed; at the end of the block it must have been called."""
+
+        def watch() -> None:
+            self.wait_for_iteration(iteration, run_id)
+            act()
+
+        with ThreadPoolExecutor(1) as watcher:
+            watching = watcher.submit(watch)
+            yield
+            watching.result()
+
+    def kill(self, role: str, number: signal.Signals = signal.SIGKILL, leg: int = 1, run_id: str = "tiny-1") -> None:
+        """Send a signal to a role's process."""
+        os.kill(self.pid_of(role, leg, run_id), number)
+
+    # ------------------------------------------------------------------------------------------ commands
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start `roll ARGUMENTS` in a process group of its own, so that signals can be sent as a terminal does."""
+        return self._start([ROLL, *arguments], self.environment)
 
     def start_module(self, module: str, *arguments: str) -> subprocess.Popen[str]:
         """Start `python -m MODULE ARGUMENTS`; the module may be one of the tests'."""
@@ -86,46 +220,58 @@ class Workspace:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            # Whoever starts tests in the background of a shell makes them, and their children, deaf to Ctrl-C.
+            # A shell that starts tests in the background makes them, and their children, ignore Ctrl-C.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         return self._newest
 
     def roll(self, *arguments: str, deadline_s: float = 300.0) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end; stdout and stderr together."""
+        """Run `roll ARGUMENTS` to its end; stdout and stderr together."""
         return self._finish(self.start(*arguments), deadline_s)
-
-    def refused(self, *arguments: str) -> str:
-        """The one line of a command that refuses what it is asked, before it starts anything: in this process, which has
-        imported what it needs."""
-        said = io.StringIO()
-        with contextlib.chdir(self.folder), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            assert cli.main(arguments) == UserError.exit_code, said.getvalue()
-        (line,) = said.getvalue().splitlines()
-        assert line.startswith("roll: ")
-        return line
-
-    def roll_with(self, fault: str, *arguments: str, deadline_s: float = 300.0) -> subprocess.CompletedProcess[str]:
-        return self._finish(self.start_with(fault, *arguments), deadline_s)
 
     def run_module(self, module: str, *arguments: str, deadline_s: float = 300.0) -> subprocess.CompletedProcess[str]:
         """Run `python -m MODULE ARGUMENTS` to its end; stdout and stderr together."""
         return self._finish(self.start_module(module, *arguments), deadline_s)
 
+    def printed(self, *arguments: str) -> str:
+        """Run a `roll` command that starts no roles in this process; return what it printed."""
+        exit_code, output = self._command_here(*arguments)
+        assert exit_code == 0, output
+        return output
+
+    def refused(self, *arguments: str) -> str:
+        """Run a `roll` command that must refuse its arguments, in this process; return its one line."""
+        exit_code, output = self._command_here(*arguments)
+        assert exit_code == UserError.exit_code, output
+        (line,) = output.splitlines()
+        assert line.startswith("roll: ")
+        return line
+
+    def roll_here(self, *arguments: str) -> tuple[int, str]:
+        """Run `roll ARGUMENTS` in this process; return its exit code and what it printed. It starts a Ray of its own."""
+        with self._in_process():
+            return self._command_here(*arguments)
+
+    def _command_here(self, *arguments: str) -> tuple[int, str]:
+        output = io.StringIO()
+        with contextlib.chdir(self.folder), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            return cli.main(arguments), output.getvalue()
+
     def _finish(self, process: subprocess.Popen[str], deadline_s: float) -> subprocess.CompletedProcess[str]:
         try:
-            output, _ = process.communicate(timeout=deadline_s)
+            output, _ = process.communicate(timeout=patience(deadline_s))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise
         return subprocess.CompletedProcess(process.args, process.returncode, output)
 
+    # ------------------------------------------------------------------------------------------ what they left
     @property
     def store(self) -> ObjectStore:
         return ObjectStore(f"file://{self.folder}/roll-data/store")
 
     def seeds_generated(self) -> list[str]:
-        """Of every attempt that roles were asked for so far that note it; the note begins anew."""
+        """Seeds of all attempts that a `RecordingEngine` generated since the last call."""
         file = self.folder / "generated.txt"
         seeds = file.read_text().split()
         file.unlink()
@@ -142,16 +288,16 @@ class Workspace:
         self.wait_until(manifest.exists, f"iteration {iteration} of {run_id} is committed", deadline_s)
 
     def wait_until(self, condition: Callable[[], bool], what: str, deadline_s: float) -> None:
-        """In vain, as soon as the last command that was started has failed."""
+        """Poll a condition; fail at once if the command that was started last has failed."""
         newest = self._newest
 
-        def come_true() -> bool:
+        def is_true() -> bool:
             failed = newest is not None and (newest.poll() or 0) > 0
             if failed and newest is not None and not condition():
                 pytest.fail(f"before {what}, a command ended with {newest.returncode}:\n{newest.communicate()[0]}")
             return condition()
 
-        wait_until(come_true, what, deadline_s)
+        wait_until(is_true, what, deadline_s)
 
     def pid_of(self, role: str, leg: int = 1, run_id: str = "tiny-1") -> int:
         return json.loads((self.folder / f"roll-data/work/{run_id}/leg-{leg}/processes.json").read_text())[role]
@@ -159,40 +305,48 @@ class Workspace:
 
 @pytest.fixture(scope="session")
 def prefect_home(tmp_path_factory) -> Path:
-    """One Prefect database for all tests: creating it is what takes long."""
+    """Folder of one Prefect database for all tests: creating it is the slow part."""
     return tmp_path_factory.mktemp("prefect-home")
 
 
 @pytest.fixture(scope="session")
 def newcomer(prefect_home) -> dict[str, str]:
-    """The environment of somebody who has set up nothing: every command has a Prefect server of its own."""
+    """Environment of a user who has set up nothing: every command starts a Prefect server of its own."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "RAY_"))}
     return environment | {"PREFECT_HOME": str(prefect_home), "COLUMNS": "160"}
 
 
 @pytest.fixture(scope="session")
 def prefect_server(newcomer, prefect_home) -> Iterator[str]:
-    """The address of one that is there for all commands: to start one takes a fifth of a short run."""
+    """Address of one Prefect server for all runs: starting one costs a quarter of a short run."""
     with embedded_server(prefect_home, newcomer | QUIET) as url:
         yield url
 
 
 @pytest.fixture(scope="session")
+def shared_ray() -> Iterator[SharedRay]:
+    cluster = SharedRay()
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(scope="session")
 def mlflow_database(tmp_path_factory) -> Path:
-    """One that nobody has logged to: making its tables takes longer than all that a short run logs."""
+    """An empty MLflow database: creating its tables takes longer than logging a short run."""
+    from mlflow import MlflowClient
+
     database = tmp_path_factory.mktemp("mlflow") / MLFLOW_DATABASE
     MlflowClient(f"sqlite:///{database}").search_experiments()
     return database
 
 
 @pytest.fixture(scope="session")
-def new_workspace(tmp_path_factory, newcomer, prefect_server, mlflow_database) -> Callable[[str], Workspace]:
-    """For runs that several tests look at."""
+def new_workspace(tmp_path_factory, newcomer, prefect_server, shared_ray) -> Callable[[str], Workspace]:
+    """Factory of workspaces, for runs that several tests look at."""
 
     def make(name: str) -> Workspace:
         folder = tmp_path_factory.mktemp(name)
-        shutil.copyfile(mlflow_database, folder / MLFLOW_DATABASE)
-        return Workspace(folder, newcomer | QUIET | {"PREFECT_API_URL": prefect_server})
+        return Workspace(folder, newcomer | QUIET | {"PREFECT_API_URL": prefect_server}, shared_ray)
 
     return make
 
@@ -200,3 +354,14 @@ def new_workspace(tmp_path_factory, newcomer, prefect_server, mlflow_database) -
 @pytest.fixture
 def workspace(new_workspace) -> Workspace:
     return new_workspace("workspace")
+
+
+@pytest.fixture(scope="session")
+def tracked(mlflow_database) -> Callable[[Workspace], Workspace]:
+    """Give a workspace an MLflow database; its runs upload to it with the setting TRACKED."""
+
+    def track(workspace: Workspace) -> Workspace:
+        shutil.copyfile(mlflow_database, workspace.folder / MLFLOW_DATABASE)
+        return workspace
+
+    return track

@@ -4,76 +4,86 @@ The short form of `make chaos`, which kills every process at every stage.
 """
 
 import os
+import re
 import signal
 import subprocess
 
 import pytest
 
+from roll_core.types.leg import LegEnding
+from tests.chaos.kill_points import VICTIMS
 from tests.chaos.outcomes import differences
-from tests.integration.conftest import Workspace
+from tests.integration.conftest import REHEARSED, Workspace, settings
 
 LONG_S = 580.0
-"""Deadline in seconds: half a dozen legs one after the other, on a machine with other work."""
+"""Deadline in seconds: half a dozen legs one after the other."""
+REHEARSAL = (*REHEARSED, f"iterations={2 * len(VICTIMS) + 2}", "checkpoint.every=4", "legs.max_failures=9")
 ADAPTIVE_PPO = (
     "algorithm={kind: ppo, critic: {optimizer: {learning_rate: 1.0e-3}, warmup_iterations: 2}, "
     "shaping: {kl: {adaptive: {target: 0.1, horizon: 100}}, normalize: {mean: running, std: running}}}"
 )
 """Algorithm with the most state to restore: a critic, running moments and an adaptive KL coefficient."""
-SETTINGS = [
-    *("--set", "iterations=8"),
-    *("--set", "checkpoint.every=4"),
-    *("--set", "legs.max_failures=0"),
-    *("--set", ADAPTIVE_PPO),
-]
-SEED = "45"
-"""Seed for which all four kills are in one run, and those that end a leg come some iterations after a checkpoint."""
 
 
 @pytest.fixture(scope="module")
 def chaos(new_workspace) -> tuple[Workspace, subprocess.CompletedProcess[str]]:
-    """An unbroken run, tiny-1, and a broken one, tiny-2: an engine is killed in update_critic 1, the leg in collect 3, the
-    flow in the recovery from that, and the trainer in prepare 7."""
+    """An unbroken run, tiny-1, and a broken one, tiny-2, in which every kind of process is killed once."""
     workspace = new_workspace("chaos")
-    arguments = [*SETTINGS, "--kills", "4", "--per-run", "4", "--seed", SEED]
-    return workspace, workspace.run_module("tests.chaos", "--config", str(workspace.config), *arguments, deadline_s=LONG_S)
+    kills = str(len(VICTIMS))
+    arguments = ("--config", str(workspace.config), *settings(*REHEARSAL), "--kills", kills, "--per-run", kills)
+    return workspace, workspace.run_module("tests.chaos", *arguments, deadline_s=LONG_S)
 
 
-def test_a_run_killed_four_times_ends_as_if_it_never_had_been(chaos):
-    workspace, done = chaos
+def test_a_run_in_which_every_kind_of_process_is_killed_ends_as_if_none_had_been(chaos):
+    _, done = chaos
     assert done.returncode == 0, done.stdout
-    assert done.stdout.splitlines()[-1] == (
-        "4 kill points tried in 1 runs, 1 survived, 0 missed; 0 differences, 0 committed iterations lost, 0 generated again"
-    )
-    chain = workspace.chain("tiny-2")
-    assert [manifest.leg for manifest in chain] == [1, 1, 1, *[2] * 4, *[3] * 2], "the engine alone was survived"
-    assert {"reward/kl_coefficient", "critic/value"} <= chain[-1].metrics.keys()
+    assert re.fullmatch(
+        rf"{len(VICTIMS)} kill points tried in 1 runs, \d survived, 0 missed; "
+        "0 differences, 0 committed iterations lost, 0 generated again",
+        done.stdout.splitlines()[-1],
+    ), done.stdout
+    for victim in VICTIMS:
+        assert f"| {victim} |" in done.stdout, f"{victim} was not killed"
 
 
 def test_of_two_legs_of_a_run_one_proceeds(chaos):
     """The first leg is paused, like a machine that is cut off, and continues after another leg has finished the run."""
     workspace, _ = chaos
-    first = workspace.start("run", str(workspace.config), "--set", "name=pair", *SETTINGS)
+    first = workspace.start("run", str(workspace.config), *settings(*REHEARSAL, "name=pair", "legs.max_failures=0"))
     workspace.wait_for_iteration(1, "pair-1")
     leg = workspace.pid_of("leg", run_id="pair-1")
     os.kill(leg, signal.SIGSTOP)
     try:
         before = workspace.chain("pair-1")
-        assert before[-1].iteration < 7, "the leg was over before it could be paused"
-
-        refused = workspace.roll("resume", "pair-1")
-        assert refused.returncode == 1
-        assert "another leg of pair-1 is alive on this machine: wait for it, or stop it, then resume" in refused.stdout
+        assert before[-1].iteration < len(workspace.chain("tiny-1")) - 2, "the leg was over before it could be paused"
+        run = workspace.find("pair-1")
+        refused = workspace.run_leg(run, leg=2)
+        assert refused.ending is LegEnding.FENCED
+        assert "another leg of pair-1 is alive on this machine: wait for it, or stop it, then resume" in refused.cause
         assert workspace.chain("pair-1") == before
 
         # Another machine would not see the lease of this one: only conditional commits keep the two legs apart.
         (workspace.folder / "roll-data/work/pair-1/lease").unlink()
-        second = workspace.roll("resume", "pair-1")
-        assert second.returncode == 0, second.stdout
+        assert workspace.run_leg(run, leg=2).ending is LegEnding.FINISHED
     finally:
         os.kill(leg, signal.SIGCONT)
     output, _ = first.communicate(timeout=120)
     assert first.returncode == 1
     assert "was committed by another leg: this leg stops, nothing of it was mixed in" in output
-    chain = workspace.chain("pair-1")
-    assert [manifest.leg for manifest in chain] == [1] * len(before) + [2] * (9 - len(before))
-    assert differences(workspace.chain("tiny-1"), chain) == ()
+    chain, unbroken = workspace.chain("pair-1"), workspace.chain("tiny-1")
+    assert [manifest.leg for manifest in chain] == [1] * len(before) + [2] * (len(unbroken) - len(before))
+    assert differences(unbroken, chain) == ()
+
+
+def test_a_learner_with_a_critic_and_adaptive_coefficients_is_restored_to_the_bit(workspace):
+    """The trainer is killed some iterations after a checkpoint: the updates since are replayed from stored rollouts."""
+    overrides = ("iterations=7", "checkpoint.every=3", ADAPTIVE_PPO)
+    unbroken = workspace.train(*overrides)
+    run = workspace.open(*overrides)
+    with workspace.when_committed(5, lambda: workspace.kill("trainer rank 0", run_id="tiny-2"), "tiny-2"):
+        assert workspace.run_leg(run).ending is LegEnding.FAILED
+    assert workspace.run_leg(run, leg=2).ending is LegEnding.FINISHED
+    chain = workspace.chain("tiny-2")
+    assert {manifest.leg for manifest in chain} == {1, 2}
+    assert {"reward/kl_coefficient", "critic/value"} <= chain[-1].metrics.keys()
+    assert differences(unbroken, chain) == ()

@@ -12,10 +12,11 @@ from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.prefect_server import free_port
-from tests.integration.conftest import wait_until
+from tests.integration.conftest import REHEARSED, wait_until
 from tests.support import ROOT
 
 OVERRIDES = [
+    *REHEARSED,
     "iterations=2",
     "warm_start.steps=5",
     "rollout={num_groups: 4, group_size: 4, max_new_tokens: 8}",

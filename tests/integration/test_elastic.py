@@ -1,87 +1,90 @@
-"""What may come and go while a leg lasts, on a real SLURM: nodes beside its own, by which a run gets faster and slower, and
-the roles of a node that has lost its Ray. Each run ends where one does that nobody disturbs, to the bit. Nothing is left."""
+"""Elastic nodes on a real SLURM: engines join and leave while a leg runs, and the run ends equal to one on fixed nodes, to
+the bit. Also: the roles of a node that has lost its Ray. Nothing is left behind."""
 
 import os
 import signal
 import subprocess
 
+import pytest
+
 from tests.chaos.outcomes import differences
-from tests.integration.conftest import wait_until
-from tests.integration.test_slurm import LONG_S, Site, nothing_is_left, site
+from tests.integration.test_slurm import HERE, LONG_S, Site, nothing_is_left, site
 
 __all__ = ["nothing_is_left", "site"]
 
 ELASTIC = """
 extends: site.yaml
-iterations: 20
+iterations: 14
 rollout: {slots_per_engine: 2}
 inference: {seconds_per_token: 0.3}
 evaluation: {every: 10}
 legs: {launcher: {partition: high}, elastic: {nodes: 1, partition: low}}
 """
-ALONE = ("--set", "legs={launcher: {kind: local}}", "--set", "inference.seconds_per_token=0.001")
-"""The same tokens, sooner, on this machine."""
 
 
 def engines(site: Site, run_id: str) -> list[float]:
-    """How many there were when each batch was complete."""
+    """Number of engines when each batch was complete."""
     return [manifest.metrics["rollout/engines"] for manifest in site.chain(run_id)[1:]]
 
 
-def wait_for_engines(site: Site, number: int) -> None:
-    """Until as many have worked on a batch that was committed after now."""
-    committed = len(engines(site, "lent-1"))
-    site.wait_until(lambda: number in engines(site, "lent-1")[committed:], f"{number} engines make a batch", LONG_S)
+def wait_for_engines(site: Site, run_id: str, number: int) -> None:
+    """Wait until as many engines have worked on a batch that was committed after now."""
+    committed = len(engines(site, run_id))
+    site.wait_until(lambda: number in engines(site, run_id)[committed:], f"{number} engines make a batch", LONG_S)
 
 
 def elastic_job(site: Site) -> tuple[str, str]:
-    """The job that lends a node, and the node."""
+    """The elastic job, and its node."""
     job, node = site.slurm.command("squeue", "--noheader", "--partition=low", "--states=RUNNING", "--format=%i %N").split()
     return job, node
 
 
-def test_engines_on_a_node_that_comes_and_goes_change_nothing_but_the_time(site):
+def test_engines_on_a_node_that_is_lost_change_nothing_but_the_time(site):
     config = site.folder / "elastic.yaml"
     config.write_text(ELASTIC)
-    flow = site.start("run", str(config), "--set", "name=lent")
-    wait_for_engines(site, 2)
-
-    flow.kill()
-    flow.communicate(timeout=60)
-    job, taken = elastic_job(site)
-    flow = site.start("resume", "lent-1")
-    wait_for_engines(site, 2)
-    assert elastic_job(site) == (job, taken), "whoever takes a run over takes over what it has in the queue"
-
-    take = ["sbatch", "--parsable", "--partition=high", f"--nodelist={taken}", "--exclusive", "--output=/dev/null"]
-    urgent = site.slurm.command(*take, "--wrap=sleep 600").strip()
-    wait_until(lambda: site.slurm.fields(urgent)["JobState"] == "RUNNING", "somebody else has the node", LONG_S)
-    wait_for_engines(site, 1)
-    wait_for_engines(site, 2)
-    _, lost = elastic_job(site)
-    assert lost != taken
-    assert "elastic node 0, job" in site.roll("show", "lent-1").stdout
-    site.slurm.command("scancel", urgent)
-
-    site.slurm.lose_node(lost)
+    flow = site.begin("lent", config=config)
+    wait_for_engines(site, "lent-1", 2)
+    _, node = elastic_job(site)
+    site.slurm.lose_node(node)
     try:
-        wait_for_engines(site, 1)
+        wait_for_engines(site, "lent-1", 1)
         site.finish(flow)
     finally:
-        site.slurm.start_node(lost)
-
-    site.finish(site.start("run", str(config), "--set", "name=alone", *ALONE))
-    assert differences(site.chain("alone-1"), site.chain("lent-1")) == ()
+        site.slurm.start_node(node)
+    assert differences(site.train("name=alone", *HERE, "legs.elastic=null", config=config), site.chain("lent-1")) == ()
     assert {manifest.leg for manifest in site.chain("lent-1")} == {1}
-    told = next(line for line in site.roll("show", "lent-1").stdout.splitlines() if line.startswith("engines"))
-    assert "1 in " in told
-    assert "2 in " in told
+    shown = next(line for line in site.shown("lent-1").splitlines() if line.startswith("engines"))
+    assert "1 in " in shown
+    assert "2 in " in shown
 
 
+@pytest.mark.exhaustive
+def test_elastic_jobs_outlive_their_flow_and_come_back_on_another_node_after_a_preemption(site):
+    config = site.folder / "adopted.yaml"
+    config.write_text(ELASTIC.replace("iterations: 14", "iterations: 20"))
+    flow = site.begin("adopted", config=config)
+    wait_for_engines(site, "adopted-1", 2)
+    flow.kill()
+    flow.communicate(timeout=60)
+    job, node = elastic_job(site)
+    flow = site.start("resume", "adopted-1")
+    wait_for_engines(site, "adopted-1", 2)
+    assert elastic_job(site) == (job, node), "a flow that takes a run over takes over its elastic jobs"
+    with site.preempting(f"--nodelist={node}"):
+        wait_for_engines(site, "adopted-1", 1)
+        wait_for_engines(site, "adopted-1", 2)
+        assert elastic_job(site)[1] != node
+        assert "elastic node 0, job" in site.shown("adopted-1")
+    site.finish(flow)
+    unbroken = site.train("name=fixed", *HERE, "legs.elastic=null", config=config)
+    assert differences(unbroken, site.chain("adopted-1")) == ()
+    assert {manifest.leg for manifest in site.chain("adopted-1")} == {1}
+
+
+@pytest.mark.exhaustive
 def test_roles_of_a_node_whose_ray_dies_are_started_again_in_the_same_allocation(site):
-    """Those of the trainer, whom nobody can do without."""
-    apart = ["--set", "cluster.nodes=2", "--set", "placement={trainer: [1], engines: [0]}"]
-    flow = site.begin("rebuilt", *apart)
+    """The trainer's node: the run cannot continue without its roles."""
+    flow = site.begin("rebuilt", "cluster.nodes=2", "placement={trainer: [1], engines: [0]}")
     site.wait_for_iteration(2, "rebuilt-1")
     job = site.job_of("rebuilt-1", 1)
     pattern = f"raylet/raylet .*/tmp/roll-{os.getuid()}/{job}\\.0\\.1/"
@@ -91,6 +94,4 @@ def test_roles_of_a_node_whose_ray_dies_are_started_again_in_the_same_allocation
     chain = site.chain("rebuilt-1")
     assert {manifest.leg for manifest in chain} == {1}
     assert site.slurm.fields(job)["Restarts"] == "0"
-
-    site.finish(site.begin("whole", *ALONE))
-    assert differences(site.chain("whole-1"), chain) == ()
+    assert differences(site.train("name=whole", *HERE, config=site.site), chain) == ()

@@ -1,62 +1,71 @@
-"""Failures by class, in real runs: who died is replaced, nothing finished is generated twice, and what cannot pass stops a
-run with its cause."""
+"""Failures by class, in real runs: a dead role is replaced, nothing finished is generated twice, and a deterministic failure
+stops the run with its cause."""
 
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from flows.rlvr import reason_to_stop
+from roll_core.config.operations.legs import LegsConfig
+from roll_core.types.leg import LegEnding
 from tests.integration.conftest import REHEARSED, Workspace
+from tests.integration.faulty_roles import AbsentReward, DyingEngine, FailingTrainer, RecordingEngine, use
 
-TWO_ENGINES = [
-    *("--set", "cluster={devices_per_node: 3, threads_per_device: 1}"),
-    *("--set", "placement={trainer: [0], engines: 1-2}"),
-    *("--set", "retries={repeats: 1, first_delay_seconds: 0.01}"),
-]
-
-
-@pytest.fixture(scope="module")
-def unbroken(new_workspace) -> tuple[Workspace, list[str]]:
-    """tiny-1, which nothing happened to, and the seeds of its attempts."""
-    workspace = new_workspace("unbroken")
-    done = workspace.roll_with("none", "run", str(workspace.config), *TWO_ENGINES)
-    assert done.returncode == 0, done.stdout
-    return workspace, workspace.seeds_generated()
+TWO_ENGINES = (
+    *REHEARSED,
+    "cluster={devices_per_node: 3, threads_per_device: 1}",
+    "placement={trainer: [0], engines: 1-2}",
+    "retries={repeats: 1, first_delay_seconds: 0.01}",
+)
 
 
 def rollouts(workspace: Workspace, run_id: str) -> list[str]:
     return [m.collected.trajectories.digest for m in workspace.chain(run_id) if m.collected]
 
 
-def test_a_killed_engine_is_replaced_and_trajectories_wait_for_a_reward_service_that_is_back_a_leg_later(unbroken):
-    """An engine dies in collect 2, which the other one finishes; its successor takes part in collect 3, which fails for want
-    of rewards. What comes out are the very rollouts of the unbroken run."""
-    workspace, seeds = unbroken
+def test_a_killed_engine_is_replaced_and_trajectories_wait_for_a_reward_service_that_is_back_a_leg_later(workspace):
+    """An engine dies in collect 2, which the other one finishes. Its replacement takes part in collect 3, which fails without
+    rewards. The rollouts that come out are those of an unbroken run."""
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, RecordingEngine)
+        workspace.train(*TWO_ENGINES)
+    seeds = workspace.seeds_generated()
     assert len(set(seeds)) == 3 * 16
 
-    broken = workspace.roll_with("DyingEngine,AbsentReward", "run", str(workspace.config), *TWO_ENGINES)
+    broken = workspace.open(*TWO_ENGINES)
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, DyingEngine, AbsentReward)
+        first = workspace.run_leg(broken)
+    assert first.ending is LegEnding.FAILED
+    assert "judge" in first.cause
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, RecordingEngine)
+        assert workspace.run_leg(broken, leg=2).ending is LegEnding.FINISHED
 
-    assert broken.returncode == 0, broken.stdout
     assert [m.leg for m in workspace.chain("tiny-2")] == [1, 1, 1, 2]
     assert rollouts(workspace, "tiny-2") == rollouts(workspace, "tiny-1")
-    made = Counter(workspace.seeds_generated())
-    assert set(made) == set(seeds)
-    assert made.total() - len(made) == 8, "all that the dead engine had, and nothing else, is made again"
+    generated = Counter(workspace.seeds_generated())
+    assert set(generated) == set(seeds)
+    assert generated.total() - len(generated) == 8, "all that the dead engine had, and nothing else, is generated again"
 
 
-def test_an_update_that_fails_twice_in_the_same_way_stops_the_run_and_its_rollout_is_used_later(workspace):
-    settings = (*REHEARSED, "--set", "legs.max_failures=9")
-    stopped = workspace.roll_with("FailingTrainer", "run", str(workspace.config), *settings)
-    assert stopped.returncode == 1, stopped.stdout
-    says = "tiny-1 stopped at iteration 1: two legs in a row failed in the same way: ValueError: loss is not finite (log: "
-    assert f"roll: {says}" in stopped.stdout
-    assert "Traceback" not in stopped.stdout
-    log = Path(stopped.stdout.partition(says)[2].partition(")")[0])
-    assert "Traceback" in log.read_text()
+def test_an_update_that_fails_twice_in_the_same_way_stops_the_run_and_its_rollout_is_used_later(workspace, capfd):
+    run = workspace.open(*REHEARSED)
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, RecordingEngine, FailingTrainer)
+        endings = [workspace.run_leg(run, leg) for leg in (1, 2)]
+    assert [(ended.ending, ended.last_iteration) for ended in endings] == [(LegEnding.FAILED, 1)] * 2
+    assert endings[0].cause == "ValueError: loss is not finite", "the cause is one line"
+    assert "Traceback" in capfd.readouterr().err, "the log has the rest"
+    reason = reason_to_stop(endings, LegsConfig(max_failures=9))
+    assert reason is not None
+    assert "two legs in a row failed in the same way: ValueError: loss is not finite" in reason
 
-    resumed = workspace.roll_with("none", "resume", "tiny-1")
-
-    assert resumed.returncode == 0, resumed.stdout
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, RecordingEngine)
+        assert workspace.run_leg(run, leg=3).ending is LegEnding.FINISHED
     assert [m.iteration for m in workspace.chain()] == [0, 1, 2, 3]
     seeds = workspace.seeds_generated()
     assert len(seeds) == len(set(seeds)) == 3 * 16
+    assert Path(workspace.folder / "roll-data/work/tiny-1/leg-3").exists()

@@ -1,7 +1,7 @@
-"""The nightly alarm on a real Prefect server and MLflow: an equal run is accepted, a worse one fails and is no baseline."""
+"""The nightly regression flow on a real Prefect server and MLflow: an equal run is accepted, a worse one fails and is no
+baseline."""
 
 import asyncio
-import subprocess
 
 import pytest
 from mlflow import MlflowClient
@@ -11,24 +11,31 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from roll_core.config.operations.services import TrackingConfig
 from roll_core.tracking.baselines import Baselines
-from tests.integration.conftest import Workspace
+from tests.integration.conftest import TRACKED, Workspace
 
-PLAN = (
-    "references: [{config: tiny.yaml, overrides: [warm_start.steps=60, rollout.num_groups=16, evaluation.num_problems=64]}]"
-)
+PLAN = f"""
+references:
+- config: tiny.yaml
+  overrides: [warm_start.steps=60, rollout.num_groups=16, evaluation.num_problems=64, "{TRACKED}"]
+"""
 PLANTED = "warm_start.steps=1"
+"""Regression of the third night: a policy that has hardly seen an answer."""
 
 
 class Nights:
-    """Three nights of one reference, the last with a policy that has hardly seen an answer."""
+    """Three nights of one reference run; of each, the exit code and the output in one line."""
 
     def __init__(self, workspace: Workspace):
         (workspace.folder / "nightly.yaml").write_text(PLAN)
         self.workspace = workspace
-        self.first = workspace.roll("nightly", "nightly.yaml")
-        self.second = workspace.roll("nightly", "nightly.yaml")
-        self.third = workspace.roll("nightly", "nightly.yaml", "--set", PLANTED)
+        self.first = self._night()
+        self.second = self._night()
+        self.third = self._night("--set", PLANTED)
         self.tracking = TrackingConfig(uri=workspace.tracking)
+
+    def _night(self, *arguments: str) -> tuple[int, str]:
+        exit_code, output = self.workspace.roll_here("nightly", "nightly.yaml", *arguments)
+        return exit_code, " ".join(output.split())
 
     def accepted(self) -> list[str]:
         return [run.run_id for run in Baselines(self.tracking).accepted("tiny")]
@@ -41,12 +48,12 @@ class Nights:
 
 
 @pytest.fixture(scope="module")
-def nights(new_workspace) -> Nights:
-    return Nights(new_workspace("nightly"))
+def nights(new_workspace, tracked) -> Nights:
+    return Nights(tracked(new_workspace("nightly")))
 
 
 async def on_the_server(api_url: str) -> tuple[list[str], list[str]]:
-    """States of the nightly flow runs and their pages, the oldest first."""
+    """States of the nightly flow runs, and their pages, oldest first."""
     with temporary_settings({PREFECT_API_URL: api_url}):
         async with get_client() as client:
             runs = {run.id: run for run in await client.read_flow_runs() if run.name and run.deployment_id is None}
@@ -56,27 +63,25 @@ async def on_the_server(api_url: str) -> tuple[list[str], list[str]]:
     return [state for _, state in states], [page for _, page in pages]
 
 
-def said(done: subprocess.CompletedProcess[str]) -> str:
-    return " ".join(done.stdout.split())
-
-
 def test_the_first_run_and_one_that_equals_it_are_accepted(nights):
-    assert nights.first.returncode == 0, nights.first.stdout
-    assert "tiny-1: accepted; 0 comparisons, none worse; the first run of this reference" in said(nights.first)
-    assert nights.second.returncode == 0, nights.second.stdout
-    assert "tiny-2: accepted; 4 comparisons, none worse; the weights of tiny-1, to the bit" in said(nights.second)
+    exit_code, output = nights.first
+    assert exit_code == 0, output
+    assert "tiny-1: accepted; 0 comparisons, none worse; the first run of this reference" in output
+    exit_code, output = nights.second
+    assert exit_code == 0, output
+    assert "tiny-2: accepted; 4 comparisons, none worse; the weights of tiny-1, to the bit" in output
 
 
-def test_a_run_that_learns_worse_is_named_with_what_is_worse_and_fails(nights):
-    assert nights.third.returncode == 1, nights.third.stdout
-    assert "tiny-3: regression: " in said(nights.third)
-    assert "reward/last is " in said(nights.third)
+def test_a_run_that_learns_worse_fails_and_says_in_which_quantity(nights):
+    exit_code, output = nights.third
+    assert exit_code == 1, output
+    assert "tiny-3: regression: " in output
+    assert "reward/last is " in output
 
 
-def test_a_rejected_run_is_no_baseline_until_somebody_says_so(nights):
+def test_a_rejected_run_is_no_baseline_until_it_is_accepted_by_hand(nights):
     assert nights.accepted() == ["tiny-1", "tiny-2"]
-    accepted = nights.workspace.roll("nightly", "nightly.yaml", "--accept", "tiny-3")
-    assert accepted.returncode == 0, accepted.stdout
+    assert "tiny-3 is accepted" in nights.workspace.printed("nightly", "nightly.yaml", "--accept", "tiny-3")
     assert nights.accepted() == ["tiny-3"], "from now on runs are compared with this one"
 
 
@@ -90,7 +95,7 @@ def test_verdict_and_reasons_are_on_the_run_in_mlflow(nights):
 
 
 def test_every_second_of_a_leg_is_accounted_for(nights):
-    shown = nights.workspace.roll("show", "tiny-1").stdout.splitlines()
+    shown = nights.workspace.printed("show", "tiny-1").splitlines()
     [header] = [number for number, line in enumerate(shown) if line.startswith("leg  iterations")]
     leg, num_committed, *seconds, share = shown[header + 1].split()
     useful, lost, starting, _, _, down = map(float, seconds)
@@ -104,5 +109,5 @@ def test_every_night_has_a_page_on_the_prefect_server(nights):
     states, pages = asyncio.run(on_the_server(nights.workspace.environment["PREFECT_API_URL"]))
     assert states == ["Completed", "Completed", "Failed"]
     assert ["accepted" in page.splitlines()[0] for page in pages] == [True, True, False]
-    assert "->" not in pages[1], "what MLflow gives back of settings and origin is what was noted"
+    assert "->" not in pages[1], "settings and origin come back from MLflow as they were logged"
     assert "- warm_start.steps: 60 -> 1" in pages[-1].splitlines()

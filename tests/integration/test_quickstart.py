@@ -1,4 +1,4 @@
-"""The newcomer's path: the quickstart config, shortened, learns; and everything a person then looks at is there."""
+"""The newcomer's path: the quickstart, shortened, learns, and all that a user then looks at is there."""
 
 import re
 
@@ -14,8 +14,8 @@ ITERATIONS = 14
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, newcomer):
-    workspace = Workspace(tmp_path_factory.mktemp("quickstart"), newcomer)
+def finished(tmp_path_factory, newcomer, shared_ray):
+    workspace = Workspace(tmp_path_factory.mktemp("quickstart"), newcomer, shared_ray)
     config = str(ROOT / "configs/runs/quickstart.yaml")
     done = workspace.roll("run", config, "--set", f"iterations={ITERATIONS}", "--set", "evaluation.every=7")
     assert done.returncode == 0, done.stdout
@@ -30,18 +30,16 @@ def test_accuracy_rises(finished):
     assert curve[-1] > curve[0] + 0.3
 
 
+@pytest.mark.exhaustive
 def test_ppo_with_a_critic_learns_the_same_problem(workspace):
-    settings = ["iterations=20", "evaluation.every=20", "checkpoint.every=20"]
-    config = str(ROOT / "configs/runs/quickstart-ppo.yaml")
-    done = workspace.roll("run", config, *(part for setting in settings for part in ("--set", setting)))
-    assert done.returncode == 0, done.stdout
-    chain = workspace.chain("quickstart-ppo-1")
+    overrides = ("iterations=20", "evaluation.every=20", "checkpoint.every=20", "tracking.uri=null")
+    chain = workspace.train(*overrides, config=ROOT / "configs/runs/quickstart-ppo.yaml")
     curve = [m.evaluated.accuracy for m in chain if m.evaluated]
     assert curve[0] < 0.3
     assert curve[-1] > curve[0] + 0.3
     assert [m.metrics.get("update/held_back") for m in chain[1:5]] == [1.0, 1.0, 1.0, None]
     assert all("update_critic" in m.timings for m in chain[1:])
-    # while the policy stands still, so do the returns, and the critic comes to know them
+    # While the policy stands still, so do the returns, and the critic learns them.
     assert chain[3].metrics["critic/squared_error"] < chain[1].metrics["critic/squared_error"]
     assert {"critic/.metadata", "credit-state.json"} <= {
         file.name for file in workspace.checkpoints("quickstart-ppo-1")[-1].files
@@ -52,7 +50,7 @@ def test_the_terminal_tells_the_story(finished):
     _, output = finished
     last_line = output.strip().splitlines()[-1]
     assert re.fullmatch(rf"held-out accuracy 0\.\d\d -> 0\.\d\d in {ITERATIONS} iterations", last_line)
-    for label in ("run ", "store ", "mlflow ", "report ", "curve "):
+    for label in ("run ", "store ", "mlflow ", "report ", "export ", "curve "):
         assert re.search(rf"^{label}", output, re.MULTILINE), f"no '{label}' line in:\n{output}"
     rows = [line for line in output.splitlines() if re.match(r"^\s*\d+ ", line)]
     assert len(rows) == ITERATIONS + 1
@@ -95,7 +93,8 @@ def test_the_report_is_a_page_with_the_headline(finished):
 
 def test_runs_and_show_read_the_store(finished):
     workspace, _ = finished
-    assert "quickstart-1" in workspace.roll("runs").stdout
-    assert "finished" in workspace.roll("runs").stdout
-    shown = workspace.roll("show", "quickstart-1").stdout
+    listed = workspace.printed("runs")
+    assert "quickstart-1" in listed
+    assert "finished" in listed
+    shown = workspace.printed("show", "quickstart-1")
     assert f"in {ITERATIONS} iterations" in shown

@@ -1,5 +1,5 @@
-"""Updates made again are the same to the bit, a fork goes on from where its parent was, a policy leaves as a folder; and for
-all of that it is enough what a run keeps that retires checkpoints."""
+"""Replays are equal to the bit, forks continue where their parent was, policies are exported as folders; a run that retires
+checkpoints keeps enough for all of that."""
 
 from pathlib import Path
 
@@ -7,37 +7,34 @@ import pytest
 from mlflow import MlflowClient
 from safetensors import safe_open
 
-from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.exports import read_exports
 from roll_core.store.records.rollouts import decode_trajectories, encode_trajectories
 from roll_core.store.upkeep.garbage import reachable_objects
 from roll_core.types.refs import ArtifactKind, digest_of, record_digest
-from tests.integration.conftest import Workspace
+from tests.integration.conftest import MLFLOW_DATABASE, TRACKED, Workspace
 
-KEEPING = "checkpoint={every: 1, keep_last: 1, keep_every: 2}"
-SETTINGS = ["--set", "iterations=4", "--set", KEEPING, "--set", "store.grace_minutes=0"]
+KEEPING = ("iterations=4", "checkpoint={every: 1, keep_last: 1, keep_every: 2}", "store.grace_minutes=0")
 
 
 @pytest.fixture(scope="module")
-def parent(new_workspace) -> Workspace:
-    """tiny-1: four iterations, a checkpoint after each, of which those of 1 and 3 are let go."""
-    workspace = new_workspace("parent")
-    done = workspace.roll("run", str(workspace.config), *SETTINGS)
-    assert done.returncode == 0, done.stdout
-    assert "export   roll export tiny-1@4 FOLDER" in done.stdout
+def parent(new_workspace, tracked) -> Workspace:
+    """Workspace with tiny-1: four iterations, a checkpoint after each, of which those of 1 and 3 are retired."""
+    workspace = tracked(new_workspace("parent"))
+    workspace.train(*KEEPING)
     return workspace
 
 
 def test_a_replayed_update_is_the_committed_one_to_the_bit(parent):
-    done = parent.roll("replay", "tiny-1@4")
-    assert done.returncode == 0, done.stdout
-    assert [line.split() for line in done.stdout.strip().splitlines()] == [
+    exit_code, output = parent.roll_here("replay", "tiny-1@4")
+    assert exit_code == 0, output
+    assert [line.split() for line in output.strip().splitlines()] == [
         ["update/loss", "equal"],
         ["update/gradient_norm", "equal"],
         ["weights", "digest", "equal"],
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_stored_batch_changed_by_one_rounding_step_is_noticed(parent):
     collected = parent.chain()[3].collected
     name = f"{collected.trajectories.digest[:2]}/{collected.trajectories.digest[2:]}"
@@ -49,35 +46,31 @@ def test_a_stored_batch_changed_by_one_rounding_step_is_noticed(parent):
     object.__setattr__(trajectories[0].turns[0], "sampler_logprobs", logprobs_changed)
     path.write_bytes(encode_trajectories(trajectories))
     try:
-        done = parent.roll("replay", "tiny-1@3")
+        exit_code, output = parent.roll_here("replay", "tiny-1@3")
     finally:
         path.write_bytes(whole)
-    assert done.returncode == 1
-    assert f"trajectories objects/{name}" in done.stdout
-    assert "is damaged" in done.stdout
-    assert "Traceback" not in done.stdout
+    assert exit_code == 1
+    assert f"trajectories objects/{name}" in output
+    assert "is damaged" in output
+    assert "Traceback" not in output
 
 
 def test_a_fork_without_changes_does_what_its_parent_did_and_shares_what_it_stored(parent):
-    done = parent.roll("fork", "tiny-1@2")
-    assert done.returncode == 0, done.stdout
-    ours, theirs = parent.chain("tiny-2"), parent.chain("tiny-1")
+    ours, theirs = parent.fork("tiny-1", 2), parent.chain("tiny-1")
     assert [m.run_id for m in ours] == ["tiny-1"] * 3 + ["tiny-2"] * 2
     assert [m.parent for m in ours[1:]] == [record_digest(m) for m in ours[:-1]]
     assert [m.weights_digest for m in ours] == [m.weights_digest for m in theirs]
     assert [m.collected.trajectories for m in ours[3:]] == [m.collected.trajectories for m in theirs[3:]]
-    store = ObjectStore(f"file://{parent.folder}/roll-data/store")
-    assert list(store.list("runs/tiny-2/iterations")) == ["00000003.json", "00000004.json"]
+    assert list(parent.store.list("runs/tiny-2/iterations")) == ["00000003.json", "00000004.json"]
 
 
-def test_a_fork_with_changes_goes_its_own_way_and_says_whose_child_it_is(parent):
-    changes = ["--set", "name=faster", "--set", "training.optimizer.learning_rate=5e-3"]
-    done = parent.roll("fork", "tiny-1@2", *changes)
-    assert done.returncode == 0, done.stdout
-    assert parent.chain("faster-1")[4].weights_digest != parent.chain("tiny-1")[4].weights_digest
-    shown = parent.roll("show", "faster-1").stdout
-    assert "forked   tiny-1@2: name tiny -> faster, training.optimizer.learning_rate 0.001 -> 0.005" in shown
-    client = MlflowClient(parent.tracking)
+def test_a_fork_with_changes_goes_its_own_way_and_names_its_parent(parent):
+    forked = parent.fork("tiny-1", 2, "name=faster", "training.optimizer.learning_rate=5e-3", TRACKED)
+    assert forked[4].weights_digest != parent.chain("tiny-1")[4].weights_digest
+    shown = parent.printed("show", "faster-1")
+    assert "forked   tiny-1@2: name tiny -> faster, " in shown
+    assert "training.optimizer.learning_rate 0.001 -> 0.005" in shown
+    client = MlflowClient(f"sqlite:///{parent.folder}/{MLFLOW_DATABASE}")
     runs = client.search_runs([client.get_experiment_by_name("roll").experiment_id], "tags.`roll.forked_from` = 'tiny-1@2'")
     assert "faster-1" in {run.info.run_name for run in runs}
 
@@ -94,30 +87,25 @@ def weights_in(folder: Path) -> dict[str, str]:
     return found
 
 
-def test_checkpoints_are_those_of_the_policy_and_their_files_are_gone(parent):
+def test_checkpoints_are_those_that_the_policy_keeps_and_the_files_of_others_are_gone(parent):
     assert [checkpoint.iteration for checkpoint in parent.checkpoints()] == [0, 2, 4]
     assert objects(parent) == reachable_objects(parent.store, 0.0)
 
 
 def test_gc_says_what_it_would_remove_removes_it_and_then_finds_nothing(parent):
-    lost = parent.store.put(b"nobody's", ArtifactKind.TRAJECTORIES)
-    spared = parent.roll("gc", "--older-than", "60")
-    assert (spared.returncode, spared.stdout.splitlines()[0][:21]) == (0, "0 objects, 0.0 MB, th"), spared.stdout
-    looked = parent.roll("gc", "--dry-run")
-    assert looked.stdout.startswith("1 objects, 0.0 MB"), looked.stdout
-    assert parent.store.get(lost) == b"nobody's"
-    done = parent.roll("gc")
-    assert "1 objects" in done.stdout, done.stdout
+    lost = parent.store.put(b"unreachable", ArtifactKind.TRAJECTORIES)
+    assert parent.printed("gc", "--older-than", "60").startswith("0 objects, 0.0 MB")
+    assert parent.printed("gc", "--dry-run").startswith("1 objects, 0.0 MB")
+    assert parent.store.get(lost) == b"unreachable"
+    assert "1 objects" in parent.printed("gc")
     assert objects(parent) == reachable_objects(parent.store, 0.0)
-    assert parent.roll("gc").stdout.startswith("0 objects")
+    assert parent.printed("gc").startswith("0 objects")
 
 
 def test_the_last_policy_is_copied_from_the_store_and_an_earlier_one_is_written_by_roles(parent):
     assert [export.iteration for export in read_exports(parent.store, "tiny-1")] == [4]
-    copied = parent.roll("export", "tiny-1", "last")
-    assert (copied.returncode, copied.stdout) == (0, "the policy of tiny-1@4 is in last\n")
-    written = parent.roll("export", "tiny-1@2", "middle")
-    assert (written.returncode, written.stdout) == (0, "the policy of tiny-1@2 is in middle\n")
+    assert parent.printed("export", "tiny-1", "last") == "the policy of tiny-1@4 is in last\n"
+    assert parent.roll_here("export", "tiny-1@2", "middle") == (0, "the policy of tiny-1@2 is in middle\n")
     last, middle = weights_in(parent.folder / "last"), weights_in(parent.folder / "middle")
     assert last.keys() == middle.keys()
     assert last != middle

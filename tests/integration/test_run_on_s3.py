@@ -1,11 +1,11 @@
-"""A whole run whose store is a real S3 server: through an outage of the server, a killed trainer, and a resume."""
+"""A whole run whose store is a real S3 server: through an outage of the server and a killed trainer."""
 
 import os
 import signal
 
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.runs import read_chain
-from tests.integration.conftest import REHEARSED, wait_until
+from tests.integration.conftest import REHEARSED, settings, wait_until
 
 
 def test_a_run_on_s3_survives_an_outage_of_the_store_and_a_killed_trainer(workspace, own_server):
@@ -13,20 +13,21 @@ def test_a_run_on_s3_survives_an_outage_of_the_store_and_a_killed_trainer(worksp
     uri = own_server.new_store_uri()
     store = ObjectStore(uri)
 
-    def reached(iteration: int) -> bool:
+    def has_reached(iteration: int) -> bool:
         return len(read_chain(store, "tiny-1")) > iteration
 
-    settings = (*REHEARSED, "--set", f"store.uri={uri}", "--set", "iterations=12", "--set", "checkpoint.every=5")
-    process = workspace.start("run", str(workspace.config), *settings)
-    wait_until(lambda: reached(2), "iteration 2 is committed")
+    overrides = (*REHEARSED, f"store.uri={uri}", "iterations=12", "checkpoint.every=5")
+    process = workspace.start("run", str(workspace.config), *settings(*overrides))
+    wait_until(lambda: has_reached(2), "iteration 2 is committed")
     own_server.kill()
     own_server.start()
-    wait_until(lambda: reached(6), "iteration 6 is committed")
+    wait_until(lambda: has_reached(6), "iteration 6 is committed")
     os.kill(workspace.pid_of("trainer rank 0"), signal.SIGKILL)
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
     chain = read_chain(store, "tiny-1")
     assert [m.iteration for m in chain] == list(range(13))
     assert {m.leg for m in chain} == {1, 2}
-    replayed = workspace.roll("replay", "tiny-1@12", "--store", uri)
-    assert replayed.returncode == 0, replayed.stdout
+    assert [m.weights_digest for m in chain] == [
+        m.weights_digest for m in workspace.train(*REHEARSED, "iterations=12", "checkpoint.every=5")
+    ], "the run differs from an unbroken one in a folder"

@@ -1,9 +1,10 @@
-"""Runs on a real SLURM: allocations end, are taken away, break and are cancelled, and what comes out is what an unbroken run
-gives, to the bit. Nothing is left behind.
+"""Runs on a real SLURM: allocations end, are preempted, fail and are cancelled, and the run ends equal to an unbroken one,
+to the bit. Nothing is left behind.
 
-Engines rehearse, so that an iteration takes about a second and a test can come in between.
+Engines and trainer rehearse, so that an iteration takes about a second and a test can intervene.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,9 +15,9 @@ import pytest
 
 from roll_core.types.manifest import Manifest
 from tests.chaos.outcomes import differences
-from tests.integration.conftest import ROLL, Workspace, wait_until
+from tests.integration.conftest import ROLL, SharedRay, Workspace, settings, wait_until
 from tests.slurm_cluster import SlurmCluster
-from tests.support import ROOT
+from tests.support import ROOT, patience
 
 LONG_S = 550.0
 ITERATIONS = 16
@@ -24,6 +25,7 @@ SITE = """
 extends: tiny.yaml
 iterations: 16
 inference: {kind: rehearsal, seconds_per_token: 0.15, median_tokens: 5, sigma: 0}
+training: {backend: rehearsal}
 legs:
   max_failures: 0
   time_limit_minutes: 60
@@ -34,33 +36,43 @@ SLOW = """
 extends: site.yaml
 inference: {seconds_per_token: 0.6}
 """
-"""For those who take a while to come in between: the same tokens, later."""
-TWO_NODES = ("--set", "cluster.nodes=2", "--set", "placement.engines=[1]")
+"""The same tokens, later: for interventions that take a while."""
+HERE = ("legs={launcher: {kind: local}}", "inference.seconds_per_token=0.001")
+"""The same tokens, sooner, on this machine."""
+TWO_NODES = ("cluster.nodes=2", "placement.engines=[1]")
 
 
 class Site(Workspace):
-    """A folder on a login node: commands find a SLURM cluster."""
+    """Folder on a login node: commands find a SLURM cluster."""
 
-    def __init__(self, folder: Path, environment: dict[str, str], slurm: SlurmCluster):
+    def __init__(self, folder: Path, environment: dict[str, str], shared_ray: SharedRay, slurm: SlurmCluster):
         roll_first = {"PATH": f"{Path(ROLL).parent}{os.pathsep}{environment['PATH']}"}
-        super().__init__(folder, environment | slurm.environment | roll_first)
+        super().__init__(folder, environment | slurm.environment | roll_first, shared_ray)
         self.slurm = slurm
         self.site = folder / "site.yaml"
         self.site.write_text(SITE)
         self.slow = folder / "slow.yaml"
         self.slow.write_text(SLOW)
 
-    def begin(self, name: str, *settings: str) -> subprocess.Popen[str]:
-        return self.start("run", str(self.site), "--set", f"name={name}", *settings)
+    def begin(self, name: str, *overrides: str, config: Path | None = None) -> subprocess.Popen[str]:
+        """Start `roll run` with legs on SLURM."""
+        return self.start("run", str(config or self.site), *settings(f"name={name}", *overrides))
 
     def finish(self, process: subprocess.Popen[str]) -> str:
-        """Wait for a command; what it said, if it ended well."""
-        output, _ = process.communicate(timeout=LONG_S)
+        """Wait for a command that must succeed; return its output."""
+        output, _ = process.communicate(timeout=patience(LONG_S))
         assert process.returncode == 0, output
         return output
 
+    def shown(self, run_id: str) -> str:
+        """Output of `roll show`, which asks SLURM what jobs wait for."""
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in self.environment.items():
+                patch.setenv(name, value)
+            return self.printed("show", run_id)
+
     def job_of(self, run_id: str, leg: int) -> str:
-        """The id of the newest job of a leg."""
+        """Id of the newest job of a leg."""
         logs = (self.folder / f"roll-data/work/{run_id}/leg-{leg}").glob("*_submitted.pkl")
         return max((path.name.partition("_")[0] for path in logs), key=int)
 
@@ -68,89 +80,133 @@ class Site(Workspace):
         super().wait_for_iteration(iteration, run_id, deadline_s)
 
     def wait_for_leg(self, leg: int, run_id: str) -> None:
-        """Until a leg has committed something."""
+        """Wait until a leg has committed an iteration."""
         self.wait_until(lambda: any(m.leg == leg for m in self.chain(run_id)), f"leg {leg} of {run_id} commits", LONG_S)
 
+    def end_soon(self, job: str) -> None:
+        """Set the end of a job's allocation to a few seconds from now."""
+        self.slurm.command("scontrol", "update", f"JobId={job}", "EndTime=now+14")
+
+    @contextlib.contextmanager
+    def preempting(self, *options: str) -> Iterator[None]:
+        """Hold nodes in the partition that preempts others, for the duration of the block."""
+        submit = ("sbatch", "--parsable", "--partition=high", *options, "--exclusive", "--output=/dev/null")
+        urgent = self.slurm.command(*submit, "--wrap=sleep 600").strip()
+        wait_until(lambda: self.slurm.fields(urgent)["JobState"] == "RUNNING", "the other job has the nodes", LONG_S)
+        yield
+        self.slurm.command("scancel", urgent)
+
     def submit(self, *arguments: str) -> str:
-        """`sbatch ARGUMENTS`; the job's id."""
+        """Run `sbatch ARGUMENTS`; return the job's id."""
         command = ["sbatch", "--parsable", *arguments]
         done = subprocess.run(
             command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=60, check=True
         )
         return done.stdout.strip()
 
+    def wait_for_job(self, job: str, state: str) -> None:
+        wait_until(lambda: self.slurm.fields(job)["JobState"] == state, f"job {job} is {state}", LONG_S)
+
 
 @pytest.fixture(scope="module")
-def site(slurm, new_workspace) -> Site:
+def site(slurm, new_workspace, shared_ray) -> Site:
     workspace = new_workspace("site")
-    return Site(workspace.folder, workspace.environment, slurm)
+    return Site(workspace.folder, workspace.environment, shared_ray, slurm)
 
 
 @pytest.fixture(scope="module")
 def unbroken(site) -> list[Manifest]:
-    """One leg of two nodes, that nobody disturbs."""
-    assert site.finish(site.begin("whole", *TWO_NODES))
-    return site.chain("whole-1")
+    """Manifests of a run of the same config in one leg on this machine."""
+    return site.train("name=whole", *HERE, config=site.site)
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(slurm) -> Iterator[None]:
+    """After every test: no job, no busy node, no folder and no process of a leg's Ray."""
     yield
     assert slurm.jobs() == []
     wait_until(lambda: slurm.idle_nodes() == slurm.nodes, "all nodes are idle again", 60.0)
     scratch = Path(f"/tmp/roll-{os.getuid()}")
-    assert not list(scratch.iterdir()), "Ray's folders are still there"
+    assert not list(scratch.iterdir()), "folders of Ray are left"
     done = subprocess.run(["pgrep", "-af", f"{scratch}/"], capture_output=True, text=True, check=False)
-    assert not done.stdout, "Ray is still there"
+    assert not done.stdout, "processes of Ray are left"
 
 
-def test_a_leg_of_two_nodes_trains_with_ray_across_both(site, unbroken):
-    assert [manifest.iteration for manifest in unbroken] == list(range(ITERATIONS + 1))
-    assert unbroken[-1].nodes == tuple(site.slurm.nodes[:2])
-    assert {manifest.leg for manifest in unbroken} == {1}
-    assert not list((site.folder / "roll-data/work/whole-1/leg-1").glob("ray-*")), (
-        "the token of the leg's Ray is still there"
-    )
+def test_a_run_survives_a_killed_flow_a_time_limit_and_a_preemption(site, unbroken):
+    """Leg 1 has two nodes with Ray across both. It outlives its flow, is found by the next one, and reaches its time limit.
+    Leg 2 makes way for a job of higher priority."""
+    flow = site.begin("chain", *TWO_NODES, config=site.slow)
+    site.wait_for_iteration(1, "chain-1")
+    job = site.job_of("chain-1", 1)
+    flow.kill()
+    flow.communicate(timeout=60)
+    assert site.slurm.fields(job)["JobState"] == "RUNNING"
+
+    flow = site.start("resume", "chain-1")
+    reached = len(site.chain("chain-1"))
+    site.wait_for_iteration(reached, "chain-1")
+    assert site.slurm.jobs() == [job], "a second leg was submitted beside the first"
+    site.end_soon(job)
+
+    site.wait_for_leg(2, "chain-1")
+    with site.preempting(f"--nodes={len(site.slurm.nodes)}"):
+        waiting = site.slurm.command("squeue", "--noheader", "--partition=low", "--format=%T").split()
+        assert set(waiting) <= {"PENDING"}
+        wait_until(lambda: ": waits for " in site.shown("chain-1"), "a job waits, as roll show says", 60.0)
+    site.finish(flow)
+
+    chain = site.chain("chain-1")
+    assert differences(unbroken, chain) == ()
+    assert [manifest.iteration for manifest in chain] == list(range(ITERATIONS + 1))
+    assert chain[1].nodes == tuple(site.slurm.nodes[:2])
+    last_of_leg = {manifest.leg: manifest.iteration for manifest in chain}
+    stored = {checkpoint.iteration for checkpoint in site.checkpoints("chain-1")}
+    assert last_of_leg[1] in stored, "a leg that had time to stop left work to do again"
+    assert not list((site.folder / "roll-data/work/chain-1/leg-1").glob("ray-*")), "the token of the leg's Ray is left"
 
 
+def test_a_script_carries_a_run_without_a_flow_and_requeues_itself(site, unbroken):
+    script = site.folder / "leg.sbatch"
+    script.write_text(site.printed("sbatch", str(site.site)))
+    job = site.submit(str(script), "scripted")
+    site.wait_for_iteration(2, "scripted")
+    site.slurm.command("scancel", "--signal=USR2", job)
+    site.wait_for_job(job, "COMPLETED")
+    assert site.slurm.fields(job)["Restarts"] == "1"
+    assert differences(unbroken, site.chain("scripted")) == ()
+
+
+@pytest.mark.exhaustive
 def test_a_run_outlives_its_time_limit_twice(site, unbroken):
     flow = site.begin("short")
     for leg in (1, 2):
         site.wait_for_leg(leg, "short-1")
-        site.slurm.command("scontrol", "update", f"JobId={site.job_of('short-1', leg)}", "EndTime=now+14")
+        site.end_soon(site.job_of("short-1", leg))
     site.finish(flow)
     chain = site.chain("short-1")
     assert differences(unbroken, chain) == ()
     assert {manifest.leg for manifest in chain} == {1, 2, 3}
-    ends = {manifest.leg: manifest.iteration for manifest in chain}
+    last_of_leg = {manifest.leg: manifest.iteration for manifest in chain}
     stored = {checkpoint.iteration for checkpoint in site.checkpoints("short-1")}
-    assert {ends[1], ends[2]} <= stored, "a leg that had time to stop left work to do again"
+    assert {last_of_leg[1], last_of_leg[2]} <= stored, "a leg that had time to stop left work to do again"
 
 
-def test_a_run_makes_way_and_comes_back(site, unbroken):
-    """First it is requeued by somebody who may, then by a job that goes before it."""
-    flow = site.begin("polite")
-    site.wait_for_iteration(2, "polite-1")
-    job = site.job_of("polite-1", 1)
+@pytest.mark.exhaustive
+def test_a_leg_that_is_requeued_starts_again_in_the_same_job(site, unbroken):
+    flow = site.begin("requeued")
+    site.wait_for_iteration(2, "requeued-1")
+    job = site.job_of("requeued-1", 1)
     site.slurm.command("scontrol", "requeue", job)
     wait_until(lambda: site.slurm.fields(job)["Restarts"] == "1", "the job was requeued", 60.0)
-    requeued_at = site.chain("polite-1")[-1].iteration
-    site.wait_for_iteration(requeued_at + 2, "polite-1")
-    assert site.job_of("polite-1", 1) == job
-
-    everything = f"--nodes={len(site.slurm.nodes)}"
-    submit = ["sbatch", "--parsable", "--partition=high", everything, "--exclusive", "--output=/dev/null"]
-    urgent = site.slurm.command(*submit, "--wrap=sleep 600").strip()
-    wait_until(lambda: site.slurm.fields(urgent)["JobState"] == "RUNNING", "the other job has the nodes", LONG_S)
-    waiting = site.slurm.command("squeue", "--noheader", "--partition=low", "--format=%T").split()
-    assert set(waiting) <= {"PENDING"}
-    wait_until(lambda: ": waits for " in site.roll("show", "polite-1").stdout, "a job waits, as roll show says", 60.0)
-    site.slurm.command("scancel", urgent)
+    requeued_at = site.chain("requeued-1")[-1].iteration
+    site.wait_for_iteration(requeued_at + 2, "requeued-1")
+    assert site.job_of("requeued-1", 1) == job
     site.finish(flow)
-    assert differences(unbroken, site.chain("polite-1")) == ()
+    assert differences(unbroken, site.chain("requeued-1")) == ()
 
 
-def test_a_run_goes_on_when_its_node_is_lost_and_when_its_ray_is(site, unbroken):
+@pytest.mark.exhaustive
+def test_a_run_continues_when_its_node_is_lost_and_when_its_ray_is(site, unbroken):
     flow = site.begin("robust")
     site.wait_for_iteration(2, "robust-1")
     job = site.job_of("robust-1", 1)
@@ -170,55 +226,49 @@ def test_a_run_goes_on_when_its_node_is_lost_and_when_its_ray_is(site, unbroken)
     assert {manifest.leg for manifest in chain} == {1, 2}
 
 
-def test_a_leg_outlives_its_flow_and_is_taken_over_and_whoever_cancels_has_the_last_word(site, unbroken):
-    flow = site.start("run", str(site.slow), "--set", "name=adopted")
-    site.wait_for_iteration(2, "adopted-1")
-    job = site.job_of("adopted-1", 1)
-    flow.kill()
-    flow.communicate(timeout=60)
-    assert site.slurm.fields(job)["JobState"] == "RUNNING"
-
-    second = site.start("resume", "adopted-1")
-    first_row = next(line for line in second.stdout if line.split()[:1] and line.split()[0].isdigit())
-    assert site.slurm.jobs() == [job], f"a second leg was submitted beside the first, which was at {first_row}"
-    site.slurm.command("scancel", job)
-    output, _ = second.communicate(timeout=LONG_S)
-    assert second.returncode == 1
+@pytest.mark.exhaustive
+def test_a_cancelled_job_stops_the_run_and_a_terminated_flow_cancels_its_job(site, unbroken):
+    flow = site.begin("cancelled", config=site.slow)
+    site.wait_for_iteration(2, "cancelled-1")
+    site.slurm.command("scancel", site.job_of("cancelled-1", 1))
+    output, _ = flow.communicate(timeout=LONG_S)
+    assert flow.returncode == 1
     assert "the job of its leg was cancelled" in output
-    assert "roll resume adopted-1" in output
+    assert "roll resume cancelled-1" in output
 
-    third = site.start("resume", "adopted-1")
-    site.wait_for_leg(2, "adopted-1")
-    third.send_signal(signal.SIGTERM)
-    third.communicate(timeout=120)
-    assert third.returncode != 0
-    assert site.slurm.jobs() == [], "the flow was told to end and left its job"
+    second = site.start("resume", "cancelled-1")
+    site.wait_for_leg(2, "cancelled-1")
+    second.send_signal(signal.SIGTERM)
+    second.communicate(timeout=120)
+    assert second.returncode != 0
+    assert site.slurm.jobs() == [], "the flow was terminated and left its job"
 
-    site.finish(site.start("resume", "adopted-1"))
-    assert differences(unbroken, site.chain("adopted-1")) == ()
+    site.finish(site.start("resume", "cancelled-1"))
+    assert differences(unbroken, site.chain("cancelled-1")) == ()
 
 
-def test_what_would_fail_again_is_not_queued_again(site):
-    stopped = site.roll_with("FailingTrainer", "run", str(site.site), "--set", "name=wrong", deadline_s=LONG_S)
+@pytest.mark.exhaustive
+def test_a_deterministic_failure_is_not_queued_again(site):
+    arguments = ("FailingTrainer", "run", str(site.site), *settings("name=wrong"))
+    stopped = site.run_module("tests.integration.faulty_roles", *arguments, deadline_s=LONG_S)
     assert stopped.returncode == 1
     assert "another leg would fail in the same way: ValueError: loss is not finite" in stopped.stdout
     assert [path.name for path in (site.folder / "roll-data/work/wrong-1").glob("leg-*")] == ["leg-1"]
 
 
-def test_scripts_of_two_runs_share_nodes_chain_themselves_and_go_on_when_submitted_again(site, unbroken):
-    script = site.folder / "leg.sbatch"
-    script.write_text(site.roll("sbatch", str(site.slow)).stdout)
+@pytest.mark.exhaustive
+def test_scripts_of_two_runs_share_a_node_and_one_that_was_cancelled_continues_when_submitted_again(site, unbroken):
+    script = site.folder / "two.sbatch"
+    script.write_text(site.printed("sbatch", str(site.slow)))
     by_hand = ["--partition=low", "--cpus-per-task=2", "--mem=2G", str(ROOT / "infra/slurm/rlvr.sbatch"), str(site.slow)]
-    chained, stopped = site.submit(str(script), "chained"), site.submit(*by_hand, "stopped")
-    for run_id in ("chained", "stopped"):
+    generated, stopped = site.submit(str(script), "generated"), site.submit(*by_hand, "stopped")
+    for run_id in ("generated", "stopped"):
         site.wait_for_iteration(2, run_id)
-    assert site.slurm.fields(chained)["BatchHost"] == site.slurm.fields(stopped)["BatchHost"]
-    site.slurm.command("scancel", "--signal=USR2", chained)
+    assert site.slurm.fields(generated)["BatchHost"] == site.slurm.fields(stopped)["BatchHost"]
     site.slurm.command("scancel", stopped)
-    wait_until(lambda: site.slurm.fields(stopped)["JobState"] == "CANCELLED", "the job is gone", 60.0)
+    site.wait_for_job(stopped, "CANCELLED")
     again = site.submit(*by_hand, "stopped")
-    for job in (chained, again):
-        wait_until(lambda job=job: site.slurm.fields(job)["JobState"] == "COMPLETED", f"job {job} is done", LONG_S)
-    assert site.slurm.fields(chained)["Restarts"] == "1"
-    assert differences(unbroken, site.chain("chained")) == ()
+    for job in (generated, again):
+        site.wait_for_job(job, "COMPLETED")
+    assert differences(unbroken, site.chain("generated")) == ()
     assert differences(unbroken, site.chain("stopped")) == ()

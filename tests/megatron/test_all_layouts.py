@@ -1,14 +1,17 @@
-"""Every kind of layout, and products of them, dense and with experts, packed and padded: what the torch backend finds."""
+"""Training by the megatron backend under layouts of every kind and their products: dense models and mixtures, all packings.
+
+Every result must equal that of the torch backend. `make megatron` runs this; `tests/contracts` has a selection.
+"""
 
 import pytest
 
 from roll_core.config.training.layout import LayoutConfig as Layout
 from roll_core.config.training.training import Packing
-from tests.megatron_worlds import Case, assert_equal, expected, named, run_worlds
+from tests.megatron_worlds import Case, as_parameters, assert_close, run_worlds, torch_result
 
 DENSE, MIXTURE, LLAMA = "qwen3", "qwen3_moe", "llama"
 SHARED, ROWS, PADDED = Packing.SHARED_PROMPTS, Packing.ROWS, Packing.NONE
-OF_TWO = [
+ON_2_RANKS = [
     Case(DENSE, Layout(), PADDED),
     Case(DENSE, Layout(tensor=2), PADDED),
     Case(DENSE, Layout(tensor=2), SHARED),
@@ -26,7 +29,7 @@ OF_TWO = [
     Case(MIXTURE, Layout(tensor=2, expert_tensor=2), PADDED),
     Case(MIXTURE, Layout(pipeline=2), SHARED),
 ]
-OF_FOUR = [
+ON_4_RANKS = [
     Case(DENSE, Layout(), SHARED),
     Case(DENSE, Layout(tensor=2), ROWS),
     Case(DENSE, Layout(tensor=2, pipeline=2), PADDED),
@@ -52,14 +55,14 @@ OF_FOUR = [
     Case(MIXTURE, Layout(tensor=2, expert=2, expert_tensor=2), loaded_under=Layout(expert=4)),
     Case(MIXTURE, Layout(expert=2, pipeline=2), loaded_under=Layout(tensor=2, expert=2)),
 ]
-WORLDS = {2: OF_TWO, 4: OF_FOUR}
+WORLDS = {2: ON_2_RANKS, 4: ON_4_RANKS}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def results(tmp_path_factory):
     return run_worlds(WORLDS, tmp_path_factory.mktemp("worlds"))
 
 
-@pytest.mark.parametrize(("num_ranks", "case"), named(WORLDS))
-def test_a_layout_changes_nothing(num_ranks, case, found):
-    assert_equal(found(num_ranks, case), expected(case.model))
+@pytest.mark.parametrize(("num_ranks", "case"), as_parameters(WORLDS))
+def test_training_under_a_layout_equals_training_by_the_torch_backend(num_ranks, case, results):
+    assert_close(results(num_ranks, case), torch_result(case.model))

@@ -1,4 +1,4 @@
-"""Trajectories to samples to packed, balanced micro-batches."""
+"""Batching: trajectories become samples, and samples become packed micro-batches that are balanced over ranks."""
 
 from dataclasses import replace
 
@@ -27,8 +27,8 @@ def test_a_sample_is_prompt_then_completion_and_only_the_completion_is_trained()
     assert batch.credit.correct_S.tolist() == [True, False]
 
 
-def test_a_turn_is_as_old_as_the_weights_it_began_with():
-    # its later tokens may have been sampled over a cache of theirs
+def test_a_turn_has_the_weights_version_of_its_first_token():
+    # later tokens of the turn may have been sampled over a KV cache of the older weights
     first = Turn((2, 3), (10, 11), (-0.5, -0.5), (6, 7), "x")
     second = Turn((2, 3, 10, 11, 4), (12,), (-0.5,), (7,), "y")
     batch = build_batch([replace(trajectory(0, 0, 1.0), turns=(first, second)), trajectory(0, 1, 0.0, version=5)])
@@ -41,7 +41,7 @@ def test_a_failed_trajectory_is_left_out_and_does_not_lower_the_baseline():
     assert group_relative(batch.credit.outcomes).tolist() == [0.5] * 3 + [-0.5] * 3
 
 
-def test_groups_are_told_apart_by_number_even_when_numbers_are_missing():
+def test_groups_are_renumbered_without_gaps():
     batch = build_batch([trajectory(7, 0, 1.0), trajectory(7, 1, 0.0), trajectory(2, 0, 4.0)])
     assert batch.credit.outcomes.group_S.tolist() == [0, 0, 1]
 
@@ -65,7 +65,7 @@ def test_a_group_whose_greedy_attempt_failed_has_no_baseline_and_is_left_out():
 
 
 def conversation(group: int, rewards: tuple[float, float], observation: tuple[int, ...]) -> Trajectory:
-    """Two turns: prompt (2, 3), answer (10), an observation, answer (11, 12); the score is 1."""
+    """Trajectory of two turns: prompt (2, 3), answer (10), an observation, answer (11, 12). Its score is 1."""
     first = Turn((2, 3), (10,), (-0.1,), (0,), "a", reward=rewards[0])
     second = Turn((2, 3, 10, *observation), (11, 12), (-0.2, -0.3), (0, 0), "bc", reward=rewards[1])
     return replace(trajectory(group, 0, 1.0), turns=(first, second))
@@ -86,7 +86,7 @@ def test_equal_observations_are_the_same_state_and_others_are_not():
 
 
 @given(LENGTHS)
-def test_packing_loses_nothing_and_overfills_nothing(lengths):
+def test_packing_keeps_every_sample_and_overfills_no_row(lengths):
     rows = pack_rows(lengths, 20)
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in row) <= 20 for row in rows)
@@ -99,7 +99,7 @@ def test_packing_needs_at_most_eleven_ninths_of_the_fewest_rows(lengths):
 
 
 @given(LENGTHS, st.integers(1, 4), st.sampled_from([Packing.NONE, Packing.ROWS]))
-def test_every_rank_gets_as_many_micro_batches_and_every_sample_goes_somewhere_once(lengths, num_ranks, packing):
+def test_every_rank_gets_equally_many_micro_batches_and_every_sample_is_in_one_of_them(lengths, num_ranks, packing):
     limits = PackingLimits(micro_batch_tokens=40, row_tokens=None, packing=packing)
     ranks = plan_ranks(lengths, num_ranks, limits)
     assert len({len(micro_batches) for micro_batches in ranks}) == 1
@@ -129,7 +129,7 @@ def test_a_packed_row_restarts_positions_and_keeps_sequences_apart():
     assert mask[6].tolist() == [False, False, False, False, True, True, True]
 
 
-def test_a_shared_prompt_is_laid_down_once_and_every_continuation_looks_at_it_alone():
+def test_a_shared_prompt_is_packed_once_and_continuations_attend_to_it_but_not_to_each_other():
     samples = [
         Sample((8, 25, 8, 1), (False, False, True, True)),
         Sample((8, 25, 9), (False, False, True)),
@@ -144,18 +144,18 @@ def test_a_shared_prompt_is_laid_down_once_and_every_continuation_looks_at_it_al
     assert mask[3].tolist() == [True, True, True, True, False]
 
 
-def test_units_share_a_prompt_as_far_as_a_row_goes():
+def test_samples_share_a_prompt_as_long_as_they_fit_into_one_row():
     assert plan_units(["a", "a", "b", "a"], [(2, 3), (2, 4), (5, 1), (2, 1)], 9) == [(0, 1), (2,), (3,)]
 
 
-def test_tokens_and_samples_know_their_place_in_the_batch():
+def test_tokens_and_samples_of_a_micro_batch_keep_their_index_in_the_batch():
     samples = random_samples(5)
     tokens = random_tokens(samples)
     limits = PackingLimits(micro_batch_tokens=100, row_tokens=None, packing=Packing.ROWS)
     (batch,) = cut(samples, limits, tokens, chosen=[4, 1])
     trained = [t for s in samples for t, is_trained in zip(s.token_ids, s.trained, strict=True) if is_trained]
     assert sorted(batch.sample_S.tolist()) == [1, 4]
-    assert batch.target_ids_N.tolist() == [trained[place] for place in batch.token_index_N.tolist()]
+    assert batch.target_ids_N.tolist() == [trained[index] for index in batch.token_index_N.tolist()]
     assert batch.tokens.advantages_N.tolist() == tokens.advantages_N[batch.token_index_N].tolist()
     assert batch.num_turns == int(batch.tokens.turn_N.max()) + 1
 

@@ -1,4 +1,4 @@
-"""Parts of the chaos tool that break nothing: drawing kill points, comparing runs, tables, the command line."""
+"""Chaos tool without kills: drawing kill points, comparing runs, tables, the command line."""
 
 import json
 import math
@@ -31,7 +31,7 @@ RECOVERED = Recovery(
 
 
 def stages_of_ten_iterations() -> list[StageEvent]:
-    """Stage log of an unbroken run: each event is a second after the one before; evaluation every 2, checkpoint every 4."""
+    """Stage log of an unbroken run, one event per second: evaluation every 2 iterations, checkpoint every 4."""
     names = ["warm_start", "publish 0", "evaluate 0", "checkpoint 0", "commit 0", "recover"]
     for n in range(1, 11):
         names += [f"{stage} {n}" for stage in ("collect", "prepare", "update", "publish")]
@@ -89,14 +89,14 @@ def test_twice_as_many_kills_visit_the_other_moment_of_every_cell():
     assert len(cells) == 112
 
 
-def test_a_few_kills_are_spread_too_and_a_seed_draws_the_same_ones():
+def test_a_few_kills_have_different_victims_and_stages_and_depend_on_the_seed_alone():
     first, second = (draw_kill_points(stages_of_ten_iterations(), kills=4, per_run=4, seed=7) for _ in range(2))
     points = [point for run in first for point in run]
     assert first == second
     assert len({point.victim for point in points}) == len({point.stage for point in points}) == 4
 
 
-def test_the_kills_of_a_run_are_met_one_after_the_other():
+def test_the_kills_of_a_run_are_some_iterations_apart():
     for run in draw_kill_points(stages_of_ten_iterations(), kills=56, per_run=5, seed=1):
         assert 1 <= len(run) <= 5
         assert all(b.iteration - a.iteration >= MIN_ITERATIONS_APART for a, b in pairwise(run))
@@ -133,12 +133,12 @@ def test_a_chain_that_is_too_short_is_a_difference():
     assert differences([manifest(0), manifest(1)], [manifest(0)]) == ("iteration 1 is in one run only",)
 
 
-def test_only_a_collect_that_began_after_its_commit_was_made_again():
+def test_only_a_collect_that_began_after_its_commit_counts_as_generated_again():
     began = [StageEvent(name=f"collect {n}", edge=Edge.BEGIN, at=NOON + timedelta(seconds=1.5)) for n in (1, 2, 3)]
     assert generated_again([manifest(0), manifest(1), manifest(2)], began) == ("collect 1",)
 
 
-def test_the_tables_say_what_happened_where():
+def test_the_tables_show_the_outcome_of_every_kill():
     differs = RECOVERED.model_copy(
         update={"point": POINT.model_copy(update={"victim": "leg", "stage": "commit"}), "differences": ("a", "b")}
     )
@@ -153,7 +153,7 @@ def test_the_tables_say_what_happened_where():
     )
 
 
-def test_a_fault_that_no_resume_was_needed_for_was_survived():
+def test_a_fault_that_needed_no_resume_counts_as_survived():
     survived = RECOVERED.model_copy(update={"survived": True, "seconds": 2.2, "error_line": ""})
     assert survived.verdict == "survived 2 s"
     assert survived.model_copy(update={"seconds": None}).verdict == "survived"
@@ -161,8 +161,9 @@ def test_a_fault_that_no_resume_was_needed_for_was_survived():
     assert points_table([survived]).splitlines()[-1].endswith("| yes | 2.2 | 0 |")
 
 
-def test_only_an_iteration_that_began_after_a_fault_shows_that_it_is_over():
-    """A scheduler that dies during a checkpoint is not needed before the next collect."""
+def test_a_fault_is_over_when_an_iteration_that_began_after_it_is_committed():
+    """The iteration that was running proves nothing: a scheduler that dies during a checkpoint is first needed by the next
+    collect."""
     events = stages_of_ten_iterations()
     at = {(event.name, event.edge): event.at for event in events}
     for stage in ("collect 3", "publish 3", "commit 3"):
@@ -194,12 +195,12 @@ def test_options_that_contradict_each_other_are_refused(capsys):
     assert "--only: there is no part stores: name some of kills,store,mlflow,prefect" in capsys.readouterr().err
 
 
-def test_a_config_that_is_missing_is_one_sentence(capsys):
+def test_a_missing_config_is_refused_in_one_sentence(capsys):
     assert main(["--config", "no-such.yaml"]) == 2
     assert capsys.readouterr().err.startswith("config: no such file")
 
 
-def test_the_stage_log_says_where_a_leg_was(tmp_path):
+def test_the_stage_log_has_the_begin_and_the_end_of_every_stage(tmp_path):
     for leg in ("leg-1", "leg-2"):
         (tmp_path / leg).mkdir()
     with StageLog(tmp_path / "leg-1").stage("collect 3"):

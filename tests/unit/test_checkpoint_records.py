@@ -1,4 +1,4 @@
-"""Checkpoints are what their records say, and only of the policies a chain went through."""
+"""Checkpoint records: which checkpoints belong to a chain of manifests, and which of them a run can resume from."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def store(tmp_path) -> ObjectStore:
     return ObjectStore(f"file://{tmp_path}")
 
 
-def test_a_checkpoint_exists_once_it_is_recorded_and_being_recorded_again_changes_nothing(store):
+def test_a_checkpoint_exists_once_it_is_recorded_and_recording_it_again_changes_nothing(store):
     chain = [manifest("a-1", iteration) for iteration in range(5)]
     ours = [checkpoint(store, 0), checkpoint(store, 3)]
     assert checkpoints_of(store, chain) == []
@@ -48,7 +48,7 @@ def test_a_checkpoint_exists_once_it_is_recorded_and_being_recorded_again_change
     assert checkpoints_of(store, chain) == ours
 
 
-def test_what_a_leg_recorded_that_lost_its_iteration_is_not_the_runs(store):
+def test_a_checkpoint_of_a_leg_whose_commit_was_refused_does_not_belong_to_the_run(store):
     record_checkpoint(store, "a-1", checkpoint(store, 0))
     record_checkpoint(store, "a-1", checkpoint(store, 2, digest="f" * 64))
     chain = [manifest("a-1", iteration) for iteration in range(3)]
@@ -58,7 +58,7 @@ def test_what_a_leg_recorded_that_lost_its_iteration_is_not_the_runs(store):
     assert len(read_checkpoints(store, "a-1")) == 3
 
 
-def test_one_of_an_iteration_that_was_never_committed_is_not_resumed_from(store):
+def test_a_checkpoint_of_an_uncommitted_iteration_is_not_resumed_from(store):
     record_checkpoint(store, "a-1", checkpoint(store, 0))
     record_checkpoint(store, "a-1", checkpoint(store, 4))
     assert [each.iteration for each in checkpoints_of(store, [manifest("a-1", i) for i in range(4)])] == [0]

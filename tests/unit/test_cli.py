@@ -1,4 +1,4 @@
-"""The command line: every command is a module, explains itself, and refuses mistakes with one sentence and exit code 2."""
+"""Command line: every command is a module, explains itself, and refuses mistakes with one sentence and exit code 2."""
 
 import contextlib
 import json
@@ -54,14 +54,14 @@ def test_the_version_is_that_of_the_project():
     assert (done.stdout, done.returncode) == (f"roll {version}\n", 0)
 
 
-def test_a_run_and_an_iteration_are_told_apart():
+def test_a_run_and_an_iteration_are_parsed_from_one_argument():
     assert parse_run_and_iteration("quickstart-1@12") == ("quickstart-1", 12)
     for text in ("quickstart-1", "@3", "quickstart-1@", "quickstart-1@last"):
         with pytest.raises(UserError, match=f"^RUN@ITERATION: '{text}' is not one; write it like quickstart-1@12$"):
             parse_run_and_iteration(text)
 
 
-def test_only_another_store_is_named_in_suggested_commands():
+def test_suggested_commands_name_the_store_unless_it_is_the_default():
     assert store_option(absolute_uri(DEFAULT_STORE)) == ""
     assert store_option("s3://lab/runs") == " --store s3://lab/runs"
 

@@ -1,4 +1,4 @@
-"""Configs: strict, explained in one sentence, the same whoever loads them."""
+"""Run configs: unknown keys are refused, mistakes are explained in one sentence, and every process reads the same values."""
 
 from pathlib import Path
 
@@ -20,7 +20,8 @@ def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
     return path
 
 
-def sentence(path: Path, *overrides: str) -> str:
+def refusal_of(path: Path, *overrides: str) -> str:
+    """Load a config that must be refused; return the error, which is one line."""
     with pytest.raises(UserError) as caught:
         load_config(path, overrides)
     text = str(caught.value)
@@ -36,7 +37,7 @@ def test_every_run_file_loads_and_overrides_at_most_twenty_lines(path):
 
 
 @pytest.mark.parametrize(
-    ("setting", "says"),
+    ("setting", "message"),
     [
         ("algorithm.clip_hihg=0.3", "algorithm.clip_hihg is not a key; did you mean 'clip_high'?"),
         ("rollout.grup_size=4", "rollout.grup_size is not a key; did you mean 'group_size'?"),
@@ -98,45 +99,45 @@ def test_every_run_file_loads_and_overrides_at_most_twenty_lines(path):
         ("seed.x=1", "--set seed.x: 'seed' is a value, not a section"),
     ],
 )
-def test_a_mistake_is_one_sentence_that_names_the_key(setting, says):
+def test_a_mistake_is_refused_in_one_sentence_that_names_the_key(setting, message):
     overrides = ["seed=1", setting]
-    assert says in sentence(ROOT / "configs/runs/quickstart.yaml", *overrides)
+    assert message in refusal_of(ROOT / "configs/runs/quickstart.yaml", *overrides)
 
 
-def test_a_missing_file_is_named_with_its_nearest_neighbour():
-    assert "did you mean" in sentence(ROOT / "configs/runs/quikstart.yaml")
+def test_a_missing_file_is_refused_with_the_closest_name():
+    assert "did you mean" in refusal_of(ROOT / "configs/runs/quikstart.yaml")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/models").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_model_that_comes_with_roll_can_be_run(tmp_path, path):
+def test_every_shipped_model_config_loads(tmp_path, path):
     config = load_config(write(tmp_path, f"extends: {path}\nname: a\niterations: 1\n"))
     if isinstance(config.model, PretrainedModel):
         assert Path(config.model.path).name.lower() == path.stem
 
 
-def test_a_missing_parent_names_the_file_that_extends_it(tmp_path):
+def test_a_missing_parent_is_refused_with_the_file_that_extends_it(tmp_path):
     path = write(tmp_path, "extends: nowhere.yaml\nname: a\n")
-    assert f"extends in {path}: no such file" in sentence(path)
+    assert f"extends in {path}: no such file" in refusal_of(path)
 
 
 def test_files_that_extend_each_other_are_refused(tmp_path):
     write(tmp_path, "extends: b.yaml\n", "a.yaml")
     write(tmp_path, "extends: a.yaml\n", "b.yaml")
-    assert "extends itself" in sentence(tmp_path / "a.yaml")
+    assert "extends itself" in refusal_of(tmp_path / "a.yaml")
 
 
 @pytest.mark.parametrize("parents", ["5", "[1]", "{a: b}"])
 def test_extends_must_name_files(tmp_path, parents):
-    assert "must be a file or a list of files" in sentence(write(tmp_path, f"extends: {parents}\nname: a\n"))
+    assert "must be a file or a list of files" in refusal_of(write(tmp_path, f"extends: {parents}\nname: a\n"))
 
 
-def test_broken_yaml_is_one_sentence(tmp_path):
-    assert "is not valid YAML" in sentence(write(tmp_path, "name: [a\n"))
+def test_broken_yaml_is_refused_in_one_sentence(tmp_path):
+    assert "is not valid YAML" in refusal_of(write(tmp_path, "name: [a\n"))
 
 
 def test_a_typo_is_reported_before_the_key_it_leaves_missing(tmp_path):
-    said = sentence(write(tmp_path, "name: a\niteratons: 3\n"))
-    assert "iteratons is not a key; did you mean 'iterations'?" in said
+    refusal = refusal_of(write(tmp_path, "name: a\niteratons: 3\n"))
+    assert "iteratons is not a key; did you mean 'iterations'?" in refusal
 
 
 def test_later_files_and_overrides_win(tmp_path):
@@ -148,7 +149,7 @@ def test_later_files_and_overrides_win(tmp_path):
     assert config.training.optimizer.learning_rate == 3e-4
 
 
-def test_paths_are_absolute_so_that_every_process_means_the_same_place(tmp_path, monkeypatch):
+def test_paths_become_absolute_so_that_every_process_reads_the_same_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_config(ROOT / "configs/runs/quickstart.yaml")
     assert config.store.uri == f"file://{tmp_path}/roll-data/store"
@@ -156,12 +157,12 @@ def test_paths_are_absolute_so_that_every_process_means_the_same_place(tmp_path,
     assert load_config(ROOT / "configs/runs/quickstart.yaml", ["store.uri=s3://b/x"]).store.uri == "s3://b/x"
 
 
-def test_device_ranges_are_spelt_out():
+def test_device_ranges_are_expanded():
     config = load_config(ROOT / "configs/runs/qwen3-moe-30b.yaml")
     assert config.placement.engines == tuple(range(32, 64))
 
 
-def test_a_config_survives_its_own_json(tmp_path):
+def test_a_config_survives_a_round_trip_through_json(tmp_path):
     config = load_config(ROOT / "configs/runs/quickstart.yaml")
     assert type(config).model_validate_json(config.model_dump_json()) == config
 
@@ -173,7 +174,7 @@ def test_flat_config_names_every_value_by_its_dotted_key():
 
 
 @pytest.mark.parametrize(
-    ("settings", "key", "kept"),
+    ("settings", "key", "expected"),
     [
         (["algorithm.kind=dapo", "algorithm.shaping.reward_clip=5"], "algorithm.shaping.overlong.weight", "1.0"),
         (
@@ -194,11 +195,11 @@ def test_flat_config_names_every_value_by_its_dotted_key():
         (["warm_start.optimizer.beta1=0.8"], "warm_start.optimizer.learning_rate", "0.003"),
     ],
 )
-def test_setting_one_key_of_a_section_keeps_the_defaults_of_the_others(settings, key, kept):
-    assert flat_config(load_config(ROOT / "configs/runs/quickstart.yaml", settings))[key] == kept
+def test_setting_one_key_of_a_section_keeps_the_defaults_of_the_others(settings, key, expected):
+    assert flat_config(load_config(ROOT / "configs/runs/quickstart.yaml", settings))[key] == expected
 
 
-def test_a_teachers_folder_means_the_same_from_everywhere(tmp_path, monkeypatch):
+def test_the_relative_folder_of_a_teacher_becomes_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     teacher = "algorithm.teachers=[{kind: pretrained, model: {kind: pretrained, path: some/model}}]"
     config = load_config(ROOT / "configs/runs/quickstart.yaml", ["algorithm.kind=distillation", teacher])
@@ -212,12 +213,12 @@ def test_the_policys_schedule_leaves_out_the_critics_warm_up():
     assert config.policy_optimizer_steps == 37 * 4
 
 
-def test_a_rehearsal_has_no_sampler_to_agree_with():
-    says = sentence(ROOT / "configs/runs/rehearsal.yaml", "training.mismatch={action: stop}")
-    assert "inference.kind rehearsal has no model: leave training.mismatch out" in says
+def test_a_rehearsal_cannot_have_mismatch_limits():
+    message = refusal_of(ROOT / "configs/runs/rehearsal.yaml", "training.mismatch={action: stop}")
+    assert "inference.kind rehearsal has no model: leave training.mismatch out" in message
 
 
-def test_a_mismatch_limit_that_corrects_declares_the_anchors_it_may_need():
+def test_a_mismatch_limit_that_corrects_declares_the_anchor_logprobs_it_may_need():
     settings = ["algorithm={kind: rloo}", "training.optimizer_steps=2", "training.mismatch.action=correct"]
     config = load_config(ROOT / "configs/runs/quickstart.yaml", settings)
     assert config.fallback_algorithm.loss_signals(2) == {Signal.ANCHOR}
@@ -225,13 +226,13 @@ def test_a_mismatch_limit_that_corrects_declares_the_anchors_it_may_need():
 
 
 @pytest.mark.parametrize("kind", ["tis", "topr", "decoupled_ppo"])
-def test_an_algorithm_that_corrects_stays_as_it_is(kind):
+def test_an_algorithm_with_a_correction_is_its_own_fallback(kind):
     settings = [f"algorithm={{kind: {kind}}}", "training.mismatch.action=correct"]
     config = load_config(ROOT / "configs/runs/quickstart.yaml", settings)
     assert config.fallback_algorithm is config.algorithm
 
 
-def test_roles_that_only_learn_have_one_engine_and_that_holds_no_model(tmp_path):
+def test_a_config_without_engines_has_one_rehearsal_engine(tmp_path):
     placement = {"trainer": [0], "engines": "1-2"}
     inference = {"kind": "vllm", "tensor_parallel": 2}
     config = tiny_config(tmp_path, cluster={"devices_per_node": 3}, placement=placement, inference=inference)

@@ -1,4 +1,4 @@
-"""Reference of config keys: complete, the same on disk, and a JSON schema that accepts every shipped run file."""
+"""Reference of config keys: complete, up to date on disk, and a JSON schema that accepts every shipped run file."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -36,7 +36,7 @@ def schema() -> dict[str, object]:
     return reference.json_schema()
 
 
-def errors(tree: dict[str, object]) -> list[str]:
+def schema_errors(tree: dict[str, object]) -> list[str]:
     return [error.message for error in Draft202012Validator(schema()).iter_errors(tree)]
 
 
@@ -45,14 +45,14 @@ def test_the_reference_on_disk_is_the_one_the_config_classes_give():
 
 
 def test_every_field_of_every_section_has_a_docstring():
-    silent = {
+    undocumented = {
         f"{section.__module__}.{name}"
         for section in sections()
         for name, field in section.model_fields.items()
         if name != "kind" and not field.description
     }
     # docs/algorithms.md shows an empty cell for these; the reference takes the text of their type.
-    assert all(name.startswith("roll_core.config.algorithm.") for name in silent)
+    assert all(name.startswith("roll_core.config.algorithm.") for name in undocumented)
     assert [each.key for each in entries() if not each.text] == []
 
 
@@ -115,7 +115,7 @@ def test_a_key_of_a_repeated_section_is_found_where_it_is_listed():
     assert reference.describe("algorithm.domains.math.kl") == reference.describe("algorithm.shaping.kl")
 
 
-def test_a_typo_is_one_sentence_with_the_nearest_key():
+def test_a_typo_is_refused_in_one_sentence_with_the_nearest_key():
     with pytest.raises(UserError, match="rollout.grup_size is not a config key; did you mean 'rollout.group_size'?"):
         reference.describe("rollout.grup_size")
 
@@ -126,11 +126,11 @@ def test_the_json_schema_is_valid():
 
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: path.stem)
 def test_every_shipped_run_file_validates_against_the_json_schema(path):
-    assert errors(yaml.safe_load(path.read_text())) == []
+    assert schema_errors(yaml.safe_load(path.read_text())) == []
 
 
 @pytest.mark.parametrize(
     "tree", [{"itertions": 3}, {"rollout": {"grup_size": 4}}, {"problems": {"kind": "jsnl"}}, {"extends": 5}]
 )
 def test_the_json_schema_refuses_what_the_loader_refuses(tree):
-    assert errors(tree)
+    assert schema_errors(tree)

@@ -1,4 +1,4 @@
-"""Digests of policies, and the kernel that a GPU computes them by: without one, Triton's interpreter runs it."""
+"""Digests of policies, and the GPU kernel that computes them. Without a GPU, Triton's interpreter runs the kernel."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ import torch
 
 from roll_core.weights.digests import WeightsDigest
 
-BY_KERNEL = """
+KERNEL_PROGRAM = """
 import torch
 from roll_core.weights.digest_kernel import mix_on_gpu
 from roll_core.weights.digests import FIRST_FACTOR, POSITION_FACTOR, SECOND_FACTOR, mix
@@ -20,16 +20,17 @@ for dtype in (torch.float32, torch.bfloat16):
         on_gpu = mix_on_gpu(tensors, POSITION_FACTOR, FIRST_FACTOR, SECOND_FACTOR)
         assert on_gpu.tolist() == mix(tensors).tolist(), (dtype, len(tensors))
 """
+"""Program that compares digests by the kernel with digests by plain torch."""
 
 
-def test_one_launch_mixes_what_plain_torch_mixes_of_each_tensor():
-    """In a process of its own: whether kernels are interpreted is decided when Triton is imported."""
+def test_one_launch_mixes_all_tensors_like_plain_torch_mixes_each():
+    """The kernel runs in a process of its own, because Triton decides at import whether kernels are interpreted."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", BY_KERNEL], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", KERNEL_PROGRAM], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_digest_depends_on_every_bit_name_and_place_and_not_on_how_tensors_come():
+def test_a_digest_depends_on_every_bit_name_and_position_and_not_on_how_tensors_are_passed():
     weights = [("a", torch.arange(6.0).view(2, 3)), ("b", torch.arange(4.0))]
 
     def digest(tensors, at_once):

@@ -1,4 +1,4 @@
-"""Settings of routers that cannot be, each refused in a sentence."""
+"""Config section `training.experts`: impossible settings are refused in one sentence."""
 
 import pytest
 
@@ -17,29 +17,29 @@ def test_a_model_without_experts_has_no_routers_to_train(tmp_path, experts):
     check_experts(tiny_config(tmp_path, training={"experts": experts}, **MIXTURE))
 
 
-def test_a_limit_on_loads_is_no_matter_of_routers(tmp_path):
+def test_a_limit_on_the_expert_load_is_allowed_without_experts(tmp_path):
     check_experts(tiny_config(tmp_path, training={"experts": {"max_load": 4}}))
 
 
 @pytest.mark.parametrize(
-    ("experts", "says"),
+    ("experts", "message"),
     [
         ({"balance_loss": -0.1}, "training.experts.balance_loss is -0.1, but"),
         ({"balance_loss": 0.1, "freeze_router": True}, r"balance_loss \(0.1\) is to move the routers, which freeze_router"),
         ({"z_loss": 0.1, "freeze_router": True}, r"z_loss \(0.1\) is to move the routers, which freeze_router"),
     ],
 )
-def test_settings_that_cannot_be(tmp_path, experts, says):
-    with pytest.raises(UserError, match=says):
+def test_impossible_settings_are_refused(tmp_path, experts, message):
+    with pytest.raises(UserError, match=message):
         tiny_config(tmp_path, training={"experts": experts}, **MIXTURE)
 
 
 @pytest.mark.parametrize(
     "inference", [{"kind": "vllm"}, {"kind": "rehearsal", "seconds_per_token": 0.01, "median_tokens": 3, "sigma": 0.0}]
 )
-def test_routes_cannot_be_replayed_that_nobody_records(tmp_path, inference):
-    says = (
+def test_replay_needs_an_engine_that_records_routing(tmp_path, inference):
+    message = (
         f"needs an engine that records which experts it chose, and inference.kind {inference['kind']} does not so far: set"
     )
-    with pytest.raises(UserError, match=f"training.experts.replay {says} inference.kind=torch"):
+    with pytest.raises(UserError, match=f"training.experts.replay {message} inference.kind=torch"):
         tiny_config(tmp_path, training={"experts": {"replay": True}}, inference=inference, **MIXTURE)

@@ -1,4 +1,4 @@
-"""What becomes of a failure: its class, the pauses before it is tried again, and whether another leg follows."""
+"""Failures: their classes, the backoff before a retry, and whether another leg follows."""
 
 from types import SimpleNamespace
 
@@ -28,10 +28,10 @@ from roll_core.types.leg import LegEnded, LegEnding
 from roll_core.types.manifest import Receipt
 from tasks.durability import pure
 
-AT_ONCE = RetriesConfig(repeats=2, first_delay_seconds=1e-6)
+RETRY_AT_ONCE = RetriesConfig(repeats=2, first_delay_seconds=1e-6)
 
 
-def caused(error: Exception, cause: Exception) -> Exception:
+def with_cause(error: Exception, cause: Exception) -> Exception:
     error.__cause__ = cause
     return error
 
@@ -47,12 +47,12 @@ def caused(error: Exception, cause: Exception) -> Exception:
         OSError("disk"),
         ConnectionRefusedError(),
         TimeoutError(),
-        caused(RuntimeError("request failed"), ConnectionResetError()),
+        with_cause(RuntimeError("request failed"), ConnectionResetError()),
         RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
     ],
     ids=repr,
 )
-def test_what_passes_by_itself_is_transient(error):
+def test_failures_that_can_pass_by_themselves_are_transient(error):
     assert classify(error) is FailureClass.TRANSIENT
 
 
@@ -68,17 +68,17 @@ def test_what_passes_by_itself_is_transient(error):
         RollError("every trajectory failed"),
         FileNotFoundError("model"),
         PermissionError(),
-        caused(ValueError("bad"), KeyError("x")),
-        caused(UserError("no such file"), TimeoutError()),
+        with_cause(ValueError("bad"), KeyError("x")),
+        with_cause(UserError("no such file"), TimeoutError()),
     ],
     ids=repr,
 )
-def test_what_fails_again_on_the_same_input_is_deterministic(error):
+def test_failures_that_repeat_on_the_same_input_are_deterministic(error):
     assert classify(error) is FailureClass.DETERMINISTIC
 
 
-def test_a_grade_that_cannot_be_given_is_about_the_data_whatever_led_to_it():
-    assert classify(caused(RewardError("math", "p/1", "no answer"), TimeoutError())) is FailureClass.DATA
+def test_a_reward_error_is_a_data_failure_whatever_its_cause():
+    assert classify(with_cause(RewardError("math", "p/1", "no answer"), TimeoutError())) is FailureClass.DATA
 
 
 @pytest.mark.parametrize(
@@ -90,23 +90,23 @@ def test_a_grade_that_cannot_be_given_is_about_the_data_whatever_led_to_it():
         (RoleDied("engine 0 died"), "engine 0 died"),
     ],
 )
-def test_an_exception_comes_down_to_one_line(error, line):
+def test_an_exception_is_summarised_in_one_line(error, line):
     assert one_line(error) == line
 
 
-# -------------------------------------------------------------------------------------------------- repeats
-def test_pauses_double_up_to_the_longest_and_are_cut_by_half_at_most():
+# -------------------------------------------------------------------------------------------------- retries
+def test_backoff_delays_double_up_to_the_longest_and_jitter_shortens_them_by_half_at_most():
     retries = RetriesConfig(repeats=6, first_delay_seconds=1.0, longest_delay_seconds=10.0)
     drawn = [backoff_delays(retries) for _ in range(200)]
-    for pause, longest in zip(zip(*drawn, strict=True), [1.0, 2.0, 4.0, 8.0, 10.0, 10.0], strict=True):
-        assert 0.5 * longest <= min(pause) < 0.6 * longest, "pauses are not spread down to half"
-        assert 0.9 * longest < max(pause) <= longest
+    for delays, longest in zip(zip(*drawn, strict=True), [1.0, 2.0, 4.0, 8.0, 10.0, 10.0], strict=True):
+        assert 0.5 * longest <= min(delays) < 0.6 * longest, "pauses are not spread down to half"
+        assert 0.9 * longest < max(delays) <= longest
     assert backoff_delays(RetriesConfig(repeats=0)) == []
     assert max(backoff_delays(RetriesConfig(repeats=2000))) <= 30.0
 
 
 def pure_task(failures: list[Exception]):
-    """A PURE task that raises these, one a call, and then answers; and the list of its calls."""
+    """PURE task that raises the given failures, one per call, and then returns its number; and the list of its calls."""
     calls: list[int] = []
 
     def stage(number: int, services: SimpleNamespace) -> Receipt:
@@ -120,7 +120,7 @@ def pure_task(failures: list[Exception]):
 
 @pytest.fixture
 def services(tmp_path) -> SimpleNamespace:
-    return SimpleNamespace(config=SimpleNamespace(retries=AT_ONCE), stage_log=StageLog(tmp_path))
+    return SimpleNamespace(config=SimpleNamespace(retries=RETRY_AT_ONCE), stage_log=StageLog(tmp_path))
 
 
 def test_a_pure_task_is_repeated_while_the_failure_is_transient(services):
@@ -139,7 +139,7 @@ def test_a_pure_task_gives_up_after_the_repeats_of_the_config(services):
 @pytest.mark.parametrize(
     "error", [ValueError("nan"), RoleDied("gone"), DeadlineExceeded("late"), StoreUnavailable("waited"), UserError("key")]
 )
-def test_a_pure_task_is_not_repeated_when_that_cannot_help_or_somebody_has_waited_already(services, error):
+def test_a_pure_task_is_not_repeated_if_that_cannot_help_or_the_failure_was_retried_already(services, error):
     stage, calls = pure_task([error])
     with pytest.raises(type(error)):
         stage(7, services)
@@ -180,11 +180,11 @@ def test_the_same_deterministic_failure_at_the_same_iteration_stops_the_run_at_t
     ],
     ids=["once", "transient", "another iteration", "another cause", "another leg between"],
 )
-def test_otherwise_another_leg_follows(endings):
+def test_another_leg_follows_unless_the_same_failure_repeats(endings):
     assert reason_to_stop(endings, LegsConfig(max_failures=9)) is None
 
 
-def test_legs_that_fail_without_a_commit_are_counted_and_those_that_commit_begin_the_count_anew():
+def test_failed_legs_are_counted_from_the_last_commit_on():
     stuck = [ended(1, -1, TRANSIENT, "engine 0 died"), ended(2, -1, TRANSIENT, "engine 0 died")]
     assert reason_to_stop(stuck, LegsConfig(max_failures=2)) is None
     assert reason_to_stop([*stuck, ended(3, 0, TRANSIENT)], LegsConfig(max_failures=2)) is None

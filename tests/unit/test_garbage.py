@@ -1,4 +1,4 @@
-"""Garbage is what nothing reaches and nobody has just put; without knowing what is reached, nothing goes."""
+"""Garbage collection: old objects that no record reaches are removed, and nothing is removed if a record is unreadable."""
 
 import pytest
 
@@ -14,7 +14,7 @@ HOUR = 3600.0
 
 @pytest.fixture
 def runs(tmp_path) -> StoredRuns:
-    """tiny-1 with checkpoints and an export, its fork, and something old that nobody names."""
+    """Store with tiny-1, its checkpoints and an export, and a fork of tiny-1 with a checkpoint."""
     runs = StoredRuns(tmp_path)
     runs.open()
     runs.commit("tiny-1", 4)
@@ -27,26 +27,27 @@ def runs(tmp_path) -> StoredRuns:
     return runs
 
 
-def collect(runs: StoredRuns) -> list[str]:
+def collect_garbage(runs: StoredRuns) -> list[str]:
+    """Remove the garbage; return the names of the removed objects, sorted."""
     return sorted(stored.name for stored in remove(runs.store, find_garbage(runs.store, HOUR)))
 
 
-def test_what_nobody_names_goes_and_all_that_runs_name_stays(runs):
+def test_unreferenced_objects_are_removed_and_all_that_runs_reference_stay(runs):
     needed = runs.objects()
-    nobodys = [object_name(runs.store.put(kind.encode(), kind)) for kind in ArtifactKind]
+    unreferenced = [object_name(runs.store.put(kind.encode(), kind)) for kind in ArtifactKind]
     runs.make_all_old()
-    assert collect(runs) == sorted(nobodys)
+    assert collect_garbage(runs) == sorted(unreferenced)
     assert runs.objects() == needed
 
 
-def test_what_is_young_stays_since_a_run_may_be_about_to_name_it(runs):
+def test_a_young_object_stays_because_a_run_may_be_about_to_reference_it(runs):
     runs.make_all_old()
-    on_its_way = object_name(runs.store.put(b"rollouts of an iteration not committed yet", ArtifactKind.TRAJECTORIES))
-    assert collect(runs) == []
-    assert on_its_way in runs.objects()
+    uncommitted = object_name(runs.store.put(b"rollouts of an iteration not committed yet", ArtifactKind.TRAJECTORIES))
+    assert collect_garbage(runs) == []
+    assert uncommitted in runs.objects()
 
 
-def test_finding_removes_nothing_and_tells_sizes(runs):
+def test_finding_garbage_removes_nothing_and_reports_sizes(runs):
     runs.store.put(b"12345", ArtifactKind.TRAJECTORIES)
     runs.make_all_old()
     before = runs.objects()
@@ -54,18 +55,18 @@ def test_finding_removes_nothing_and_tells_sizes(runs):
     assert runs.objects() == before
 
 
-def test_the_files_of_a_retired_checkpoint_go_but_for_those_that_another_names(runs):
+def test_files_of_a_retired_checkpoint_are_removed_unless_another_checkpoint_references_them(runs):
     checkpoint = runs.checkpoint("tiny-1", 3)
     runs.store.delete(checkpoint_record_name("tiny-1", checkpoint))
     runs.make_all_old()
-    assert collect(runs) == [object_name(checkpoint.files[0].artifact)]
+    assert collect_garbage(runs) == [object_name(checkpoint.files[0].artifact)]
 
 
 @pytest.mark.parametrize(
     "name",
     ["runs/tiny-1/iterations/00000002.json", "runs/child-1/config.json", "runs/tiny-1/exports", "runs/child-1/checkpoints"],
 )
-def test_one_record_that_cannot_be_read_stops_it_before_anything_goes(runs, name):
+def test_an_unreadable_record_stops_the_collection_before_anything_is_removed(runs, name):
     runs.store.put(b"nobody's", ArtifactKind.TRAJECTORIES)
     runs.make_all_old()
     before = runs.objects()
@@ -74,30 +75,30 @@ def test_one_record_that_cannot_be_read_stops_it_before_anything_goes(runs, name
     runs.store.delete(damaged)
     runs.store.create(damaged, data[:-9])
     with pytest.raises(ArtifactDamaged, match=damaged):
-        collect(runs)
+        collect_garbage(runs)
     assert runs.objects() == before
 
 
 @pytest.mark.parametrize("name", ["runs/tiny-1/iterations/00000001.json", "runs/child-1/config.json"])
-def test_a_record_that_is_missing_stops_it_too(runs, name):
+def test_a_missing_record_stops_the_collection_before_anything_is_removed(runs, name):
     runs.store.delete(name)
     runs.make_all_old()
     before = runs.objects()
     with pytest.raises(ArtifactDamaged):
-        collect(runs)
+        collect_garbage(runs)
     assert runs.objects() == before
 
 
-def test_a_store_without_runs_is_a_wrong_address_and_not_all_garbage(tmp_path):
+def test_a_store_without_runs_is_refused_instead_of_emptied(tmp_path):
     runs = StoredRuns(tmp_path)
     runs.store.put(b"x", ArtifactKind.TRAJECTORIES)
     runs.make_all_old()
     with pytest.raises(UserError, match="there is no run in"):
-        collect(runs)
+        collect_garbage(runs)
     assert len(runs.objects()) == 1
 
 
-def test_the_most_patient_run_decides_what_is_young(runs, tmp_path):
+def test_the_longest_grace_period_of_all_runs_counts(runs, tmp_path):
     assert longest_grace_minutes(runs.store) == 60.0
     runs.open(name="slow", store={"uri": str(tmp_path / "store"), "grace_minutes": 600})
     assert longest_grace_minutes(runs.store) == 600.0

@@ -1,4 +1,4 @@
-"""Where the life of legs went, by hand."""
+"""Goodput of legs: seconds by kind of use, worked by hand."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -25,7 +25,7 @@ FIRST_LEG = [
     *stage("commit 0", 19, 20),
     *stage("recover", 20, 21),
     *stage("collect 1", 21, 25),
-    *stage("update 1", 26, 28),  # the second between them is the loop's, and part of the iteration
+    *stage("update 1", 26, 28),  # the second in between is spent in the loop, and is part of the iteration
     *stage("commit 1", 28, 29),
     *stage("collect 2", 30, 34),
     at(34, "update 2", Edge.BEGIN),  # killed here
@@ -33,7 +33,7 @@ FIRST_LEG = [
 SECOND_LEG = [
     *stage("start", 60, 68),
     *stage("recover", 68, 71),
-    *stage("update 2", 72, 74),  # what collect 2 answered was kept
+    *stage("update 2", 72, 74),  # the result of collect 2 was cached
     *stage("commit 2", 74, 75),
     *stage("collect 3", 75, 77, Edge.FAILED),
 ]
@@ -47,7 +47,7 @@ def test_every_second_of_a_leg_is_counted_once():
         "leg": 1,
         "num_committed": 2,
         "useful": 10 + 8 + 4,  # iterations 0 and 1, and a collect that the next leg used
-        "lost": 0,  # of the update nothing is known but that it began
+        "lost": 0,  # the end of the update is not in the log, so its seconds are unknown
         "starting": 10,
         "recovering": 1,
         "other": 1,
@@ -57,7 +57,7 @@ def test_every_second_of_a_leg_is_counted_once():
         "leg": 2,
         "num_committed": 1,
         "useful": 3,
-        "lost": 2,  # the collect that failed was made again
+        "lost": 2,  # the failed collect was repeated
         "starting": 8,
         "recovering": 3,
         "other": 1,
@@ -67,19 +67,19 @@ def test_every_second_of_a_leg_is_counted_once():
     assert first.total + second.total + third.total == 92, "from the first sign of the run to its last"
 
 
-def test_work_that_no_leg_committed_is_lost_also_if_it_was_not_made_again():
+def test_work_that_no_leg_committed_is_lost_even_if_it_was_not_repeated():
     [only] = leg_histories({1: FIRST_LEG}, {0: 1, 1: 1})
     assert (only.useful, only.lost) == (18, 4)
 
 
-def test_a_commit_whose_line_is_missing_is_known_from_the_manifests():
-    killed = FIRST_LEG[:-4]  # right after iteration 1 was committed, before the line about it
+def test_a_commit_whose_log_line_is_missing_is_known_from_the_manifests():
+    killed = FIRST_LEG[:-4]  # killed after the commit of iteration 1, before its line was written
     assert killed[-1] == at(28, "commit 1", Edge.BEGIN)
     assert commits_in_logs({1: killed}) == {0: 1}
     assert [h.num_committed for h in leg_histories({1: killed}, {0: 1, 1: 1})] == [2]
 
 
-def test_sums_and_rows():
+def test_goodput_metrics_and_the_table_of_legs():
     histories = leg_histories(LEGS, commits_in_logs(LEGS))
     metrics = goodput_metrics(histories)
     assert metrics["goodput/useful_seconds"] == 30

@@ -1,4 +1,4 @@
-"""How a model is cut and spread over ranks, what a rank then has, and what is refused, with what would work."""
+"""Layouts of the megatron backend: shards and memory of a rank, proposed layouts, and refusals with a layout that works."""
 
 from itertools import pairwise
 
@@ -29,7 +29,7 @@ TINY_DENSE = ModelShape(
 DEVICE_GB = 79 * 2**30 / 1e9
 
 
-def planned(path=LARGE, *overrides: str) -> tuple[RunConfig, ModelShape]:
+def config_and_shape(path=LARGE, *overrides: str) -> tuple[RunConfig, ModelShape]:
     config = load_config(path, overrides)
     shape = shape_of(config.model)
     assert shape is not None
@@ -50,7 +50,7 @@ def planned(path=LARGE, *overrides: str) -> tuple[RunConfig, ModelShape]:
         ("235b-a22b", 235.094, 22.191),
     ],
 )
-def test_models_have_as_many_weights_as_was_published(name, total, active):
+def test_models_have_the_published_number_of_parameters(name, total, active):
     parameters = parameters_of(shape_in(name))
     assert parameters.total / 1e9 == pytest.approx(total, abs=1e-3)
     assert parameters.active / 1e9 == pytest.approx(active, abs=1e-3)
@@ -62,7 +62,7 @@ def shape_in(name: str) -> ModelShape:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------------- cutting
+# ------------------------------------------------------------------------------------------------------------------ sharding
 @pytest.mark.parametrize(
     ("layers", "pipeline", "chunks", "expected"),
     [
@@ -75,15 +75,15 @@ def shape_in(name: str) -> ModelShape:
         (2, 4, 1, None),
     ],
 )
-def test_layers_are_shared_out_evenly_with_room_for_embedding_and_output_layer(layers, pipeline, chunks, expected):
+def test_layers_are_split_evenly_or_the_first_and_the_last_chunk_have_one_less(layers, pipeline, chunks, expected):
     assert LayoutConfig(pipeline=pipeline, virtual_pipeline=chunks).layers_of_chunks(layers) == expected
 
 
-def test_a_rank_has_its_part_of_every_matrix_and_all_of_the_norms():
-    # attention: 2 x 8 x (4 + 2) x 2 = 192; MLP: 3 x 8 x 12 = 288; norms: 16; a table: 10 x 8 = 80, half of it 40
+def test_a_rank_has_its_shard_of_every_matrix_and_all_norms():
+    # attention: 2 x 8 x (4 + 2) x 2 = 192; MLP: 3 x 8 x 12 = 288; norms: 16; embedding or output table: 10 x 8 = 80, half 40
     first, last = weights_of_stages(TINY_DENSE, LayoutConfig(tensor=2, pipeline=2), range(2))
     assert (first.layers, first.shared, first.experts) == (2, 2 * (96 + 144 + 16) + 40, 0)
-    assert last.shared == first.shared + 8  # its table, and the last norm
+    assert last.shared == first.shared + 8  # the output table instead of the embedding, and the last norm
 
 
 @given(
@@ -92,8 +92,8 @@ def test_a_rank_has_its_part_of_every_matrix_and_all_of_the_norms():
     expert=st.sampled_from([1, 2, 8, 128]),
     expert_tensor=st.sampled_from([1, 2]),
 )
-def test_parts_of_all_ranks_are_the_model(tensor, pipeline, expert, expert_tensor):
-    _, shape = planned()
+def test_the_shards_of_all_ranks_add_up_to_the_model(tensor, pipeline, expert, expert_tensor):
+    _, shape = config_and_shape()
     layout = LayoutConfig(tensor=tensor, pipeline=pipeline, expert=expert, expert_tensor=expert_tensor)
     stages, whole = weights_of_stages(shape, layout, range(pipeline)), parameters_of(shape)
     copied = (tensor - 1) * (whole.norms + whole.router)
@@ -101,7 +101,7 @@ def test_parts_of_all_ranks_are_the_model(tensor, pipeline, expert, expert_tenso
     assert expert * expert_tensor * sum(s.experts for s in stages) == pytest.approx(whole.experts)
 
 
-def test_an_output_layer_that_is_the_embedding_is_on_the_last_stage_once_more():
+def test_a_tied_embedding_is_copied_to_the_last_stage():
     tied = TINY_DENSE.model_copy(update={"is_tied": True})
     (alone,) = weights_of_stages(tied, LayoutConfig(), range(1))
     assert alone.total == parameters_of(tied).total
@@ -109,18 +109,18 @@ def test_an_output_layer_that_is_the_embedding_is_on_the_last_stage_once_more():
 
 
 # -------------------------------------------------------------------------------------------------------------------- memory
-def test_more_copies_share_the_optimizer_alone():
-    _, shape = planned(MIDDLE)
+def test_more_copies_of_the_model_shard_the_optimizer_state_alone():
+    _, shape = config_and_shape(MIDDLE)
     once, twice = (
         trainer_memory(load_config(MIDDLE, [f"placement.trainer=0-{last}", "placement.engines=62-63"]), shape)
         for last in (15, 31)
     )
     assert (once.weights, once.gradients, once.activations) == (twice.weights, twice.gradients, twice.activations)
     assert once.optimizer == pytest.approx(2 * twice.optimizer)
-    assert once.gradients == pytest.approx(2 * once.weights)  # float32 and bfloat16
+    assert once.gradients == pytest.approx(2 * once.weights)  # gradients in float32, weights in bfloat16
 
 
-def test_first_stages_have_the_most_under_way():
+def test_the_first_stages_have_the_most_layers_in_flight():
     assert [layers_in_flight(6, stage, LayoutConfig(pipeline=4)) for stage in range(4)] == [24, 18, 12, 6]
     # 2 x 3 + 4 + 1 = 11 chunks of 3 layers, then 9, 7 and 5
     interleaved = LayoutConfig(pipeline=4, virtual_pipeline=2)
@@ -128,22 +128,22 @@ def test_first_stages_have_the_most_under_way():
 
 
 @pytest.mark.parametrize(("key", "value"), [("tensor", 4), ("context", 4), ("expert", 8), ("pipeline", 8)])
-def test_what_is_shared_among_more_ranks_is_less_on_each(key, value):
-    config, shape = planned(LARGE, "training.layout={}")
+def test_every_kind_of_parallelism_lowers_the_peak_of_a_rank(key, value):
+    config, shape = config_and_shape(LARGE, "training.layout={}")
     alone, shared = (trainer_memory(with_layout(config, LayoutConfig(**size), True), shape) for size in ({}, {key: value}))
     assert shared.peak < alone.peak
 
 
-def test_computing_again_keeps_less_and_takes_longer():
-    config, shape = planned()
-    keeps, computes = (with_layout(config, config.training.layout, recomputes) for recomputes in (False, True))
-    assert trainer_memory(computes, shape).activations < trainer_memory(keeps, shape).activations / 5
-    assert update_time(computes, shape).total > 1.2 * update_time(keeps, shape).total
+def test_activation_checkpointing_keeps_less_and_takes_longer():
+    config, shape = config_and_shape()
+    plain, recomputing = (with_layout(config, config.training.layout, recomputes) for recomputes in (False, True))
+    assert trainer_memory(recomputing, shape).activations < trainer_memory(plain, shape).activations / 5
+    assert update_time(recomputing, shape).total > 1.2 * update_time(plain, shape).total
 
 
 # ----------------------------------------------------------------------------------------------------------------- proposals
-def test_proposals_fit_divide_and_come_in_order():
-    config, shape = planned()
+def test_proposed_layouts_fit_and_divide_and_are_sorted_by_time():
+    config, shape = config_and_shape()
     proposals = propose(config, shape, DEVICE_GB)
     assert len(proposals) > 100
     seconds = [proposal.update.total for proposal in proposals]
@@ -156,20 +156,20 @@ def test_proposals_fit_divide_and_come_in_order():
 
 @pytest.mark.parametrize("path", [LARGE, MIDDLE])
 def test_the_layouts_of_the_large_runs_are_within_a_twentieth_of_the_quickest(path):
-    config, shape = planned(path)
+    config, shape = config_and_shape(path)
     assert update_time(config, shape).total <= 1.05 * propose(config, shape, DEVICE_GB)[0].update.total
 
 
 @settings(max_examples=30)
 @given(st.sampled_from(["teraflops", "memory_gb", "node_gb", "network_gb"]))
 def test_slower_machines_are_never_quicker(key):
-    config, shape = planned()
+    config, shape = config_and_shape()
     slower = load_config(LARGE, [f"cluster.speed.{key}=10"])
     assert iteration_time(slower, shape, DEVICE_GB).total > iteration_time(config, shape, DEVICE_GB).total
 
 
-def test_a_longer_pipeline_waits_more_and_chunks_shorten_that():
-    config, shape = planned(MIDDLE)
+def test_a_longer_pipeline_has_a_larger_bubble_and_chunks_shrink_it():
+    config, shape = config_and_shape(MIDDLE)
     bubbles = [
         update_time(with_layout(config, LayoutConfig(**sizes), False), shape).bubble
         for sizes in ({"pipeline": 2}, {"pipeline": 4}, {"pipeline": 4, "virtual_pipeline": 3})
@@ -180,7 +180,7 @@ def test_a_longer_pipeline_waits_more_and_chunks_shorten_that():
 
 # ------------------------------------------------------------------------------------------------------------------ refusals
 @pytest.mark.parametrize(
-    ("layout", "told"),
+    ("layout", "message"),
     [
         (
             {"tensor": 8},
@@ -191,14 +191,14 @@ def test_a_longer_pipeline_waits_more_and_chunks_shorten_that():
         ({"expert_tensor": 5}, r"training.layout.expert_tensor \(5\) must divide the 1536 features .*: set it to 4 or 6$"),
     ],
 )
-def test_what_does_not_divide_is_refused_with_what_does(layout, told):
-    _, shape = planned()
-    with pytest.raises(UserError, match=told):
+def test_a_size_that_does_not_divide_is_refused_with_sizes_that_do(layout, message):
+    _, shape = config_and_shape()
+    with pytest.raises(UserError, match=message):
         check_divides(LayoutConfig(**layout), shape)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["training.layout.tensor=8"], "training.layout.tensor (8) must divide the model's 64 heads"),
         (
@@ -221,21 +221,21 @@ def test_what_does_not_divide_is_refused_with_what_does(layout, told):
         (["training.layout={}"], "GB of a GPU that has 85"),
     ],
 )
-def test_roll_plan_refuses_by_the_key(capsys, overrides, told):
+def test_roll_plan_refuses_a_config_by_its_key(capsys, overrides, message):
     assert cli.main(["plan", str(LARGE), *(word for each in overrides for word in ("--set", each))]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("overrides", [["training.layout={}"], ["training.layout.context=1"], ["training.layout.expert=1"]])
-def test_the_layout_that_is_advised_instead_fits(overrides):
-    config, shape = planned(LARGE, *overrides)
+def test_the_layout_that_a_refusal_advises_fits(overrides):
+    config, shape = config_and_shape(LARGE, *overrides)
     with pytest.raises(UserError) as refused:
         check_memory(config, shape, DEVICE_GB)
     advised = [word for word in str(refused.value).split() if word.startswith("training.")]
     check_memory(load_config(LARGE, [*overrides, *advised]), shape, DEVICE_GB)
 
 
-def test_a_batch_smaller_than_the_copies_is_refused_with_one_that_is_not():
+def test_a_batch_smaller_than_the_number_of_copies_is_refused_with_one_that_is_not():
     overrides = ["rollout.num_groups=4", "rollout.group_size=2", "training.layout.context=1", "training.layout.pipeline=2"]
     with pytest.raises(UserError, match=r"must be at least the copies .* \(32\): set rollout.num_groups=64"):
         load_config(LARGE, overrides)
@@ -243,7 +243,7 @@ def test_a_batch_smaller_than_the_copies_is_refused_with_one_that_is_not():
 
 
 @pytest.mark.parametrize("path", [LARGE, MIDDLE])
-def test_the_large_runs_pass_and_the_decision_comes_first(capsys, path):
+def test_roll_plan_accepts_the_large_runs_and_prints_the_decision_first(capsys, path):
     assert cli.main(["plan", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("in short")

@@ -1,4 +1,4 @@
-"""Every problem drawn has one outcome, and the next iteration draws after it."""
+"""Ledger: every draw has one outcome, and the next iteration draws after the last one."""
 
 from dataclasses import replace
 
@@ -39,14 +39,14 @@ def test_each_draw_has_the_outcome_of_its_group():
     ]
 
 
-def test_draws_that_were_left_out_while_collecting_keep_their_outcome_and_the_next_iteration_draws_after_them():
+def test_draws_that_were_rejected_while_collecting_keep_their_outcome_and_the_next_iteration_draws_after_them():
     trajectories = [trajectory(1, 0, 1.0), trajectory(4, 0, 0.5), trajectory(5, 0, None)]
     draws = resolve_draws(collected("ftxattaa"), trajectories, trained_groups={1})
     assert draws == Draws(first=8, outcomes="ftxafxaa")
     assert draws.next == 16
 
 
-def test_letters_tell_outcomes_apart():
+def test_every_outcome_has_a_letter_of_its_own():
     assert len({outcome.letter for outcome in DrawOutcome}) == len(DrawOutcome)
 
 
@@ -66,14 +66,14 @@ def chain() -> list[Manifest]:
         "timings": {},
         "committed_at": "",
     }
-    pages = [None, Draws(first=0, outcomes="tt"), Draws(first=2, outcomes="tx")]
-    return [Manifest(iteration=iteration, draws=draws, **common) for iteration, draws in enumerate(pages)]
+    draws_by_iteration = [None, Draws(first=0, outcomes="tt"), Draws(first=2, outcomes="tx")]
+    return [Manifest(iteration=iteration, draws=draws, **common) for iteration, draws in enumerate(draws_by_iteration)]
 
 
-def test_the_ledger_of_a_run_is_the_pages_of_its_manifests(chain):
+def test_the_ledger_of_a_run_is_the_draws_of_its_manifests_in_order(chain):
     assert [(draw.problem, draw.iteration) for draw in ledger(chain)] == [(0, 1), (1, 1), (2, 2), (3, 2)]
     assert totals(chain) == "4 drawn: 3 trained, 1 failed"
 
 
-def test_a_run_that_has_drawn_nothing_has_nothing_to_tell(chain):
+def test_a_run_without_draws_has_no_totals(chain):
     assert totals(chain[:1]) == ""

@@ -1,4 +1,4 @@
-"""How a leg's end is read, what follows from it, and when a leg stops by itself."""
+"""Endings of legs: how they are read, whether another leg follows, and when a leg stops by itself."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ def ended(ending: LegEnding, last_iteration: int = 3, failure: FailureClass | No
     return LegEnded(run_id="tiny-1", leg=1, ending=ending, last_iteration=last_iteration, cause="why", failure=failure)
 
 
-# -------------------------------------------------------------------------------------------------- by SLURM's word
+# -------------------------------------------------------------------------------------------------- read from SLURM
 @pytest.mark.parametrize(
     ("state", "ending"),
     [
@@ -37,31 +37,31 @@ def ended(ending: LegEnding, last_iteration: int = 3, failure: FailureClass | No
         ("COMPLETED", None),
     ],
 )
-def test_a_job_without_an_answer_ended_as_slurm_says(state, ending):
+def test_a_job_without_a_report_ended_as_slurm_says(state, ending):
     end = read_end(JobState(state), None)
     assert (end.ending, end.result) == (ending, None)
     assert state in end.cause
 
 
-def test_what_slurm_says_is_all_there_is_to_say_of_a_leg_that_answered():
+def test_the_cause_of_a_leg_with_a_result_is_the_state_that_slurm_reports():
     assert read_end(JobState("CANCELLED"), NodeReport("result")).cause == "SLURM says CANCELLED"
 
 
-def test_a_job_that_nobody_remembers_failed():
+def test_a_job_that_slurm_has_forgotten_failed():
     assert read_end(FORGOTTEN, None).ending is None
 
 
-def test_nodes_that_ray_did_not_stay_on_are_to_blame():
+def test_a_job_whose_nodes_lost_ray_ended_by_node_failure():
     end = read_end(JobState("COMPLETED"), NodeReport(None, "the head of Ray on n1 ended with -9", lost_nodes=("n1",)))
     assert (end.ending, end.lost_nodes) == (LegEnding.NODE_FAIL, ("n1",))
 
 
-def test_a_leg_that_was_told_to_end_before_it_could_answer_was_preempted():
+def test_a_leg_that_was_signalled_and_left_no_result_was_preempted():
     assert read_end(JobState("FAILED"), NodeReport(None, "ended with -15", signalled=True)).ending is LegEnding.PREEMPTED
 
 
 @pytest.mark.parametrize(
-    ("state", "told"),
+    ("state", "description"),
     [
         (JobState("PENDING", "Resources", submitted_at=0.0), "waits for 25 min (Resources)"),
         (JobState("PENDING", "Priority", starts_at=3600.0), "waits (Priority), expected to start in 35 min"),
@@ -69,11 +69,11 @@ def test_a_leg_that_was_told_to_end_before_it_could_answer_was_preempted():
         (JobState("COMPLETING"), "is completing"),
     ],
 )
-def test_what_a_job_is_doing_is_told_in_a_few_words(state, told):
-    assert state.describe(now=1500.0) == told
+def test_the_state_of_a_job_is_described_in_a_few_words(state, description):
+    assert state.describe(now=1500.0) == description
 
 
-# -------------------------------------------------------------------------------------------------- by both
+# ------------------------------------------------------------------------------------------------ read from leg and launcher
 @pytest.mark.parametrize(
     ("own", "seen", "read"),
     [
@@ -87,13 +87,13 @@ def test_what_a_job_is_doing_is_told_in_a_few_words(state, told):
         (LegEnding.FAILED, LegEnding.OUT_OF_MEMORY, LegEnding.OUT_OF_MEMORY),
     ],
 )
-def test_the_legs_own_word_counts_unless_the_launcher_knows_why_it_failed(tmp_path, own, seen, read):
+def test_the_ending_that_a_leg_reports_counts_unless_the_launcher_knows_why_it_failed(tmp_path, own, seen, read):
     config = tiny_config(tmp_path)
     run = open_run(ObjectStore(config.store.uri), config)
     assert read_ending(JobEnd(seen, ended(own), ""), run, leg=1).ending is read
 
 
-def test_a_leg_without_an_answer_says_how_far_its_run_is(tmp_path):
+def test_the_ending_of_a_leg_without_a_result_has_the_last_committed_iteration(tmp_path):
     config = tiny_config(tmp_path)
     run = open_run(ObjectStore(config.store.uri), config)
     read = read_ending(JobEnd(LegEnding.NODE_FAIL, None, "n1 is gone", ("n1",)), run, leg=2)
@@ -101,15 +101,15 @@ def test_a_leg_without_an_answer_says_how_far_its_run_is(tmp_path):
     assert read_ending(JobEnd(None, None, "died"), run, leg=2).ending is LegEnding.FAILED
 
 
-# -------------------------------------------------------------------------------------------------- what follows
+# ----------------------------------------------------------------------------------------------- whether another leg follows
 SLURM = LegsConfig(launcher=SlurmLauncherConfig(), max_failures=1, max_interruptions=2)
 
 
-def test_a_leg_that_somebody_cancelled_is_the_last():
+def test_a_cancelled_leg_is_the_last():
     assert "was cancelled" in (reason_to_stop([ended(LegEnding.CANCELLED)], SLURM) or "")
 
 
-def test_on_slurm_nobody_queues_again_for_what_would_fail_again():
+def test_on_slurm_no_leg_is_queued_for_a_deterministic_failure():
     failed = ended(LegEnding.FAILED, failure=FailureClass.DETERMINISTIC)
     assert "would fail in the same way: why" in (reason_to_stop([failed], SLURM) or "")
     assert reason_to_stop([failed], LegsConfig()) is None
@@ -122,20 +122,20 @@ def test_interruptions_have_a_budget_of_their_own(ending):
     assert reason_to_stop([ended(ending, 1), ended(ending, 2), ended(ending, 3)], SLURM) is None
 
 
-def test_on_one_machine_there_is_no_other_node_to_try():
+def test_on_one_machine_a_node_failure_counts_as_a_failed_leg():
     assert "after 1 failed leg(s)" in (reason_to_stop([ended(LegEnding.NODE_FAIL)], LegsConfig(max_failures=0)) or "")
 
 
-def test_any_number_of_legs_may_end_by_their_time_if_they_commit_something():
+def test_any_number_of_legs_may_end_by_walltime_if_each_commits_an_iteration():
     never = LegsConfig(max_failures=0)
     assert reason_to_stop([ended(LegEnding.WALLTIME, iteration) for iteration in range(9)], never) is None
     assert "after 2 too short leg(s)" in (reason_to_stop([ended(LegEnding.WALLTIME)] * 2, never) or "")
 
 
 # -------------------------------------------------------------------------------------------------- when a leg stops
-def leg_time(ends_at: float, now: float, walls: list[float]) -> LegTime:
+def leg_time(ends_at: float, now: float, iteration_seconds: list[float]) -> LegTime:
     time = LegTime(lambda: ends_at, lambda: now)
-    time._recent.extend(walls)
+    time._recent.extend(iteration_seconds)
     return time
 
 
@@ -145,14 +145,14 @@ def test_a_leg_stops_when_its_next_iteration_and_a_checkpoint_may_not_fit():
     assert leg_time(1000.0, 1000.1 - enough, [30.0, 30.0]).stop_reason(checkpoint_s=5.0) is LegEnding.WALLTIME
 
 
-def test_p95_is_what_one_in_twenty_exceeds():
+def test_p95_is_exceeded_by_one_value_in_twenty():
     assert p95([]) == 0.0
     assert p95([7.0]) == 7.0
     assert p95([float(n) for n in range(1, 22)]) == 20.0
 
 
 @pytest.mark.parametrize(("number", "ending"), [(signal.SIGTERM, "preempted"), (signal.SIGUSR2, "walltime")])
-def test_a_signal_ends_a_leg_after_its_iteration_and_only_while_it_listens(number, ending):
+def test_a_signal_ends_a_leg_after_its_iteration_and_only_while_the_handlers_are_installed(number, ending):
     time = leg_time(float("inf"), 0.0, [])
     before = signal.getsignal(number)
     with time.handling_signals():

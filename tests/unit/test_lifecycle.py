@@ -1,4 +1,4 @@
-"""The state machine of attempts and groups: worked by hand, and driven by chance."""
+"""State machine of attempts and groups: transitions worked by hand, and random sequences of events."""
 
 import math
 import random
@@ -20,18 +20,20 @@ FIRST_PROBLEM = 7
 
 
 def schedules(count: int) -> settings:
+    """Hypothesis settings for `count` random schedules, without a deadline."""
     return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 # -------------------------------------------------------------------------------------------------- by hand
-def begun(spec: StreamSpec) -> Lifecycle:
-    """With everything that was drawn at the engines."""
+def started(spec: StreamSpec) -> Lifecycle:
+    """Lifecycle whose drawn attempts are all with an engine."""
     lifecycle = Lifecycle(spec, first=0, version=0, now=0.0)
     issue(lifecycle)
     return lifecycle
 
 
 def issue(lifecycle: Lifecycle) -> list[AttemptId]:
+    """Give every queued attempt to an engine; return their ids."""
     issued = []
     while (attempt_id := lifecycle.next_queued()) is not None:
         lifecycle.generating(attempt_id, "engine", now=0.0)
@@ -40,17 +42,18 @@ def issue(lifecycle: Lifecycle) -> list[AttemptId]:
 
 
 def end(lifecycle: Lifecycle, attempt_id: AttemptId, reward: float | None, num_tokens: int = 5) -> None:
+    """Report that an attempt was generated and graded; a reward of None is a failed grade."""
     lifecycle.generated(attempt_id, num_tokens, now=1.0)
     assert lifecycle.to_grade(now=1.0) == [attempt_id]
     lifecycle.graded(attempt_id, reward, now=2.0)
 
 
-def differ(rewards: list[float]) -> bool:
+def rewards_differ(rewards: list[float]) -> bool:
     return len(set(rewards)) > 1
 
 
 def test_a_group_that_is_not_useful_is_replaced_at_once_by_the_next():
-    lifecycle = begun(StreamSpec(num_groups=2, group_size=2, is_useful=differ))
+    lifecycle = started(StreamSpec(num_groups=2, group_size=2, is_useful=rewards_differ))
     assert lifecycle.new_draws() == [0, 1]
     end(lifecycle, (1, 0), 1.0)
     end(lifecycle, (1, 1), 1.0)
@@ -66,9 +69,9 @@ def test_a_group_that_is_not_useful_is_replaced_at_once_by_the_next():
     assert page.consumed == [(0, 0), (0, 1), (2, 0), (2, 1)]
 
 
-def test_a_group_nobody_could_grade_is_kept_without_a_filter_and_replaced_with_one():
-    for useful, outcomes in ((None, "t"), (differ, "x")):
-        lifecycle = begun(StreamSpec(num_groups=1, group_size=2, max_draws=1, is_useful=useful))
+def test_a_group_without_grades_is_kept_without_a_filter_and_replaced_with_one():
+    for useful, outcomes in ((None, "t"), (rewards_differ, "x")):
+        lifecycle = started(StreamSpec(num_groups=1, group_size=2, max_draws=1, is_useful=useful))
         end(lifecycle, (0, 0), None)
         end(lifecycle, (0, 1), None)
         assert lifecycle.pending_page.outcomes == outcomes
@@ -76,15 +79,15 @@ def test_a_group_nobody_could_grade_is_kept_without_a_filter_and_replaced_with_o
 
 
 def test_redundant_attempts_are_aborted_when_enough_are_graded_and_the_baseline_is_waited_for():
-    lifecycle = begun(StreamSpec(num_groups=1, group_size=2, greedy_baseline=True, redundant_attempts=2))
+    lifecycle = started(StreamSpec(num_groups=1, group_size=2, greedy_baseline=True, redundant_attempts=2))
     end(lifecycle, (0, 3), 1.0)
-    end(lifecycle, (0, 0), None)  # a failed one is made good for
+    end(lifecycle, (0, 0), None)  # a redundant attempt replaces the failed one
     end(lifecycle, (0, 2), 0.0, num_tokens=7)
     assert lifecycle.to_abort() == [(0, 1)]
     assert not lifecycle.is_full
     end(lifecycle, (0, GREEDY_ATTEMPT), 1.0)
     page = lifecycle.take(now=2.0)
-    assert lifecycle.is_aborting  # an engine still has one
+    assert lifecycle.is_aborting  # an engine still runs an aborted attempt
     lifecycle.generated((0, 1), num_tokens=3, now=3.0)
     assert lifecycle.is_settled
     assert page.consumed == [(0, -1), (0, 0), (0, 2), (0, 3)]
@@ -96,7 +99,7 @@ def test_redundant_attempts_are_aborted_when_enough_are_graded_and_the_baseline_
     assert (metrics["rollout/mean_seconds_generating"], metrics["rollout/mean_seconds_grading"]) == (1.0, 1.0)
 
 
-def test_redundant_groups_are_aborted_when_the_batch_is_full_wherever_their_attempts_are():
+def test_redundant_groups_are_aborted_when_the_batch_is_full_in_whatever_phase_their_attempts_are():
     lifecycle = Lifecycle(StreamSpec(num_groups=1, group_size=1, redundant_groups=3), first=0, version=0, now=0.0)
     for attempt_id in ((0, 0), (1, 0), (2, 0)):
         lifecycle.generating(attempt_id, "engine", now=0.0)
@@ -105,8 +108,8 @@ def test_redundant_groups_are_aborted_when_the_batch_is_full_wherever_their_atte
     assert page.outcomes == "ataa"
     assert lifecycle.to_abort() == [(0, 0), (2, 0)]
     assert lifecycle.next_queued() is None
-    lifecycle.lost((0, 0), now=2.0)  # its engine died over it
-    lifecycle.generated((2, 0), 4, now=2.0)  # had finished before it heard
+    lifecycle.lost((0, 0), now=2.0)  # its engine died
+    lifecycle.generated((2, 0), 4, now=2.0)  # finished before the abort reached its engine
     assert lifecycle.is_settled
     assert [group.attempts[0].phase for group in page.groups] == [
         Phase.ABORTED,
@@ -116,8 +119,8 @@ def test_redundant_groups_are_aborted_when_the_batch_is_full_wherever_their_atte
     ]
 
 
-def test_a_grade_for_what_was_aborted_says_nothing():
-    lifecycle = begun(StreamSpec(num_groups=1, group_size=1, redundant_attempts=1))
+def test_the_grade_of_an_aborted_attempt_is_ignored():
+    lifecycle = started(StreamSpec(num_groups=1, group_size=1, redundant_attempts=1))
     for number in (0, 1):
         lifecycle.generated((0, number), 5, now=1.0)
     assert lifecycle.to_grade(now=1.0) == [(0, 0), (0, 1)]
@@ -128,7 +131,7 @@ def test_a_grade_for_what_was_aborted_says_nothing():
 
 
 @pytest.mark.parametrize(
-    ("impossible", "says"),
+    ("impossible", "message"),
     [
         (
             lambda lifecycle: lifecycle.generating((0, 0), "engine", 1.0),
@@ -145,9 +148,9 @@ def test_a_grade_for_what_was_aborted_says_nothing():
         ),
     ],
 )
-def test_an_impossible_transition_names_the_attempt(impossible, says):
-    with pytest.raises(AssertionError, match=says):
-        impossible(begun(StreamSpec(num_groups=1, group_size=2)))
+def test_an_impossible_transition_names_the_attempt(impossible, message):
+    with pytest.raises(AssertionError, match=message):
+        impossible(started(StreamSpec(num_groups=1, group_size=2)))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,7 @@ def test_filters_by_hand(keep, rewards, useful):
 
 
 @pytest.mark.parametrize(
-    ("section", "says"),
+    ("section", "message"),
     [
         ({"filter": {}}, "it leaves nothing out"),
         ({"filter": {"min_mean": 0.9, "max_mean": 0.1}}, "min_mean .0.9. must not be above max_mean .0.1."),
@@ -176,18 +179,18 @@ def test_filters_by_hand(keep, rewards, useful):
         ({"max_draws": 0.5}, "greater than or equal to 1"),
     ],
 )
-def test_a_filter_that_makes_no_sense_is_refused(section, says):
-    with pytest.raises(ValueError, match=says):
+def test_a_filter_that_makes_no_sense_is_refused(section, message):
+    with pytest.raises(ValueError, match=message):
         RolloutConfig.model_validate(section)
 
 
 # -------------------------------------------------------------------------------------------------- working ahead
 def test_as_many_groups_are_drawn_ahead_as_the_ratio_allows_and_no_more():
-    lifecycle = begun(StreamSpec(num_groups=2, group_size=1, num_batches=9, ahead=1.5))
+    lifecycle = started(StreamSpec(num_groups=2, group_size=1, num_batches=9, ahead=1.5))
     assert lifecycle.new_draws() == [0, 1, 2, 3, 4]
     for number in (1, 0, 2):
         end(lifecycle, (number, 0), 1.0)
-    assert lifecycle.new_draws() == []  # what is accepted takes up room until it is trained on
+    assert lifecycle.new_draws() == []  # an accepted group counts against the limit until it is trained on
     assert lifecycle.take(now=3.0).consumed == [(0, 0), (1, 0)]
     assert lifecycle.new_draws() == []  # the weights have not moved: a later group could become too old
     lifecycle.adopted(1, now=4.0)
@@ -195,8 +198,8 @@ def test_as_many_groups_are_drawn_ahead_as_the_ratio_allows_and_no_more():
     assert lifecycle.position == (2, 1)
 
 
-def test_a_batch_is_in_the_order_of_the_stream_and_waits_for_what_comes_first():
-    lifecycle = begun(StreamSpec(num_groups=2, group_size=1, num_batches=9, ahead=2.0))
+def test_a_batch_is_in_stream_order_and_waits_for_earlier_groups():
+    lifecycle = started(StreamSpec(num_groups=2, group_size=1, num_batches=9, ahead=2.0))
     for number in (1, 2, 3, 5):
         end(lifecycle, (number, 0), 1.0)
         assert not lifecycle.is_full
@@ -205,8 +208,8 @@ def test_a_batch_is_in_the_order_of_the_stream_and_waits_for_what_comes_first():
     assert not lifecycle.is_full
 
 
-def test_with_redundant_groups_whoever_is_first_wins_and_what_became_too_old_is_given_up():
-    lifecycle = begun(StreamSpec(num_groups=2, group_size=1, num_batches=9, ahead=1.0, redundant_groups=1))
+def test_with_redundant_groups_the_first_to_finish_win_and_groups_that_became_too_old_are_aborted():
+    lifecycle = started(StreamSpec(num_groups=2, group_size=1, num_batches=9, ahead=1.0, redundant_groups=1))
     assert lifecycle.new_draws() == [0, 1, 2, 3, 4]
     for number in (1, 3):
         end(lifecycle, (number, 0), 1.0)
@@ -224,13 +227,13 @@ def test_with_redundant_groups_whoever_is_first_wins_and_what_became_too_old_is_
     assert lifecycle.position == (9, 2)
 
 
-def test_nothing_is_drawn_that_no_batch_is_going_to_need():
-    lifecycle = begun(StreamSpec(num_groups=2, group_size=1, num_batches=2, ahead=4.0))
+def test_no_group_is_drawn_that_no_batch_needs():
+    lifecycle = started(StreamSpec(num_groups=2, group_size=1, num_batches=2, ahead=4.0))
     assert lifecycle.new_draws() == [0, 1, 2, 3]
 
 
-def test_what_was_interrupted_goes_first_and_keeps_its_tokens():
-    lifecycle = begun(StreamSpec(num_groups=1, group_size=2))
+def test_an_interrupted_attempt_is_issued_first_and_keeps_its_tokens():
+    lifecycle = started(StreamSpec(num_groups=1, group_size=2))
     lifecycle.interrupted((0, 1), num_tokens=3, now=1.0)
     lifecycle.lost((0, 0), now=1.5)
     assert lifecycle.next_queued() == (0, 1)
@@ -243,7 +246,7 @@ def test_what_was_interrupted_goes_first_and_keeps_its_tokens():
     ]
 
 
-# -------------------------------------------------------------------------------------------------- driven by chance
+# -------------------------------------------------------------------------------------------------- random events
 SPECS = st.builds(
     StreamSpec,
     num_groups=st.integers(1, 4),
@@ -258,8 +261,8 @@ SPECS = st.builds(
 )
 
 
-class Chance:
-    """Drives a lifecycle, one event at a time: loss, interruption, failure, new weights, in any order."""
+class RandomDriver:
+    """Random driver of a lifecycle, one event at a time: losses, interruptions, failed grades, new weights, in any order."""
 
     def __init__(self, spec: StreamSpec, seed: int, share_failing: float):
         self.rng = random.Random(seed)
@@ -275,7 +278,7 @@ class Chance:
     def is_over(self) -> bool:
         return self.lifecycle.is_settled and not self.lifecycle.is_full and self.version == len(self.pages)
 
-    def happen(self, now: float) -> None:
+    def step(self, now: float) -> None:
         rng, lifecycle = self.rng, self.lifecycle
         lifecycle.to_abort()
         if self.version < len(self.pages) and rng.random() < 0.3:
@@ -307,24 +310,25 @@ class Chance:
 
 @schedules(800)
 @given(SPECS, st.integers(0, 2**32), st.sampled_from([0.0, 0.3]))
-def test_whatever_happens_next_every_attempt_takes_a_legal_path_and_ends(spec, seed, share_failing):
-    chance = Chance(spec, seed, share_failing)
+def test_every_attempt_takes_a_legal_path_and_ends_whatever_the_order_of_events(spec, seed, share_failing):
+    driver = RandomDriver(spec, seed, share_failing)
     now = 0.0
-    while not chance.is_over:
+    while not driver.is_over:
         now += 1.0
         assert now < 100_000, "it does not come to an end"
-        chance.happen(now)
-    assert not chance.engines
-    rest = chance.lifecycle.pending_page
-    check_attempts([group for page in [*chance.pages, rest] for group in page.groups])
-    if len(chance.pages) < spec.num_batches:
+        driver.step(now)
+    assert not driver.engines
+    rest = driver.lifecycle.pending_page
+    check_attempts([group for page in [*driver.pages, rest] for group in page.groups])
+    if len(driver.pages) < spec.num_batches:
         assert spec.is_useful is not None
         assert len(rest.groups) == 20 + math.floor(spec.ahead * spec.num_groups)
-    for trained, page in enumerate(chance.pages):
+    for trained, page in enumerate(driver.pages):
         check_page(spec, trained, page)
 
 
 def check_attempts(groups: list[GroupState]) -> None:
+    """Assert that every attempt ended by legal transitions in order of time."""
     assert [group.number for group in groups] == list(range(len(groups)))
     for attempt in (attempt for group in groups for attempt in group.attempts):
         assert attempt.phase in (Phase.GRADED, Phase.FAILED, Phase.ABORTED)
@@ -334,6 +338,7 @@ def check_attempts(groups: list[GroupState]) -> None:
 
 
 def check_page(spec: StreamSpec, trained: int, page: LedgerPage) -> None:
+    """Assert that the batch of one iteration is full, young enough, and accounts for wasted tokens."""
     accepted = [group for group in page.groups if group.outcome is DrawOutcome.TRAINED]
     assert len(accepted) == spec.num_groups
     assert len(page.outcomes) == len(page.groups)
@@ -347,19 +352,19 @@ def check_page(spec: StreamSpec, trained: int, page: LedgerPage) -> None:
 
 
 # -------------------------------------------------------------------------------------------------- pacing
-def test_the_lead_shrinks_while_batches_lie_finished_and_grows_at_once_when_the_trainer_waits():
+def test_the_lead_shrinks_while_finished_batches_wait_and_grows_at_once_when_the_trainer_waits():
     lookahead = Lookahead(3.0)
     now = 0.0
     lookahead.batch_taken(now, is_full=True)
-    for expected in (2.75, 2.5, 2.25):  # finished since the batch before it was taken
+    for expected in (2.75, 2.5, 2.25):  # finished ever since the batch before it was taken
         lookahead.batch_taken(now := now + 2.0, is_full=True)
         assert lookahead.lead == expected
     lookahead.batch_taken(now := now + 2.0, is_full=False)
     lookahead.batch_ready(now + 1.0)
-    lookahead.batch_taken(now := now + 2.0, is_full=False)  # half of the time before it was needed
+    lookahead.batch_taken(now := now + 2.0, is_full=False)  # finished for half of the time before it was taken
     assert lookahead.lead == 2.0 - 0.125
     lookahead.batch_ready(now + 2.0)
-    lookahead.batch_taken(now := now + 2.0, is_full=False)  # waited for
+    lookahead.batch_taken(now := now + 2.0, is_full=False)  # the trainer waited for it
     assert lookahead.lead == 2.375
     lookahead.batch_ready(now + 1.95)
     lookahead.batch_taken(now := now + 2.0, is_full=False)  # hardly early: the trainer waited nearly as long
@@ -377,9 +382,9 @@ def test_the_lead_stays_within_its_bounds(most, least):
     assert lookahead.lead == least
 
 
-def test_while_the_trainer_is_slower_what_it_trains_on_is_one_version_old_and_it_never_waits():
+def test_while_the_trainer_is_slower_its_batches_become_one_version_old_and_it_never_waits():
     """Every batch takes a second to generate and ten to train."""
-    lifecycle, stale = begun(StreamSpec(num_groups=4, group_size=1, num_batches=60, ahead=3.0)), []
+    lifecycle, stale = started(StreamSpec(num_groups=4, group_size=1, num_batches=60, ahead=3.0)), []
     for version in range(60):
         for attempt_id in [(g.number, 0) for g in lifecycle.pending_page.groups if g.outcome is None]:
             lifecycle.generated(attempt_id, num_tokens=1, now=10.0 * version + 1.0)

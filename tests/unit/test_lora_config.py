@@ -1,4 +1,4 @@
-"""Settings of training.lora that cannot be, each refused in a sentence."""
+"""Config section `training.lora`: impossible settings are refused in one sentence."""
 
 import pytest
 
@@ -12,7 +12,7 @@ MIXTURE = {"kind": "scratch", "max_positions": 32, "architecture": "qwen3_moe"}
 
 
 @pytest.mark.parametrize(
-    ("training", "says"),
+    ("training", "message"),
     [
         ({"lora": {"rank": 0}}, "training.lora.rank is 0, but"),
         ({"lora": {"targets": []}}, "training.lora.targets"),
@@ -24,19 +24,19 @@ MIXTURE = {"kind": "scratch", "max_positions": 32, "architecture": "qwen3_moe"}
         ),
     ],
 )
-def test_settings_that_cannot_be(tmp_path, training, says):
-    with pytest.raises(UserError, match=says):
+def test_impossible_settings_are_refused(tmp_path, training, message):
+    with pytest.raises(UserError, match=message):
         tiny_config(tmp_path, training=training)
 
 
-def test_of_a_mixture_attention_learns_or_nothing(tmp_path):
+def test_lora_of_a_mixture_needs_a_target_in_attention(tmp_path):
     config = tiny_config(tmp_path, training={"lora": {"targets": ["gate_proj", "up_proj"]}}, model=MIXTURE)
     with pytest.raises(UserError, match="training.lora.targets .gate_proj, up_proj.: experts of a mixture .* add k_proj, o"):
         check_lora_targets(config)
     check_lora_targets(tiny_config(tmp_path, training={"lora": {}}, model=MIXTURE))
 
 
-def test_the_plan_has_no_gradients_and_moments_of_what_stays(tmp_path):
+def test_the_plan_counts_no_gradients_and_moments_of_frozen_weights(tmp_path):
     whole, adapted = (tiny_config(tmp_path, training={"lora": lora}) for lora in (None, {"rank": 1}))
     shape = shape_of(whole.model)
     assert shape is not None

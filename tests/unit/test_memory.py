@@ -1,4 +1,4 @@
-"""Sizes of models, and what of a GPU they take."""
+"""Memory plan: parameters of models, memory of trainers and engines on a GPU, and configs that do not fit."""
 
 import json
 
@@ -32,12 +32,13 @@ QWEN3_0_6B = ModelShape(
 
 
 def on_one_gpu(**changes: object) -> RunConfig:
+    """Config of trainer and vLLM engine on one GPU. `training__offload` stands for the key training.offload."""
     overrides = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()]
     return load_config("configs/runs/smollm2-math-gpu.yaml", ["inference.kind=vllm", *overrides])
 
 
 @pytest.mark.parametrize("architecture", list(Architecture))
-def test_weights_are_counted_as_the_model_has_them(architecture):
+def test_the_planned_number_of_parameters_is_that_of_the_built_model(architecture):
     model = ScratchModel(architecture=architecture, hidden_size=96, num_heads=4, num_kv_heads=2, num_layers=3)
     shape = shape_of(model)
     assert shape is not None
@@ -46,7 +47,7 @@ def test_weights_are_counted_as_the_model_has_them(architecture):
     assert parameters_of(shape).total == sum(parameter.numel() for parameter in built.parameters())
 
 
-def test_a_folder_says_what_model_it_holds(tmp_path):
+def test_the_shape_of_a_model_is_read_from_its_folder(tmp_path):
     model = PretrainedModel(path=str(tmp_path))
     assert shape_of(model) is None
     described = {
@@ -65,7 +66,7 @@ def test_a_folder_says_what_model_it_holds(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
-def test_the_experts_of_a_folder_count_as_published_and_as_transformers_saves_them(tmp_path, key):
+def test_the_number_of_experts_is_read_under_the_published_key_and_the_key_of_transformers(tmp_path, key):
     described = {
         "model_type": "qwen3_moe",
         "hidden_size": 64,
@@ -84,28 +85,28 @@ def test_the_experts_of_a_folder_count_as_published_and_as_transformers_saves_th
     assert parameters_of(QWEN3_0_6B).total == 596_049_920
 
 
-def test_a_trainer_keeps_sixteen_bytes_a_weight_and_what_the_backward_pass_reads():
+def test_a_trainer_keeps_sixteen_bytes_a_weight_and_the_activations():
     config = on_one_gpu(training__micro_batch_tokens=16384)
     assert config.training.compile
     memory = trainer_memory(config, QWEN3_0_6B)
     assert memory.weights == pytest.approx(4 * 0.596, rel=1e-3)
     assert memory.resident_gb + memory.gradients == pytest.approx(16 * 0.596, rel=1e-3)
-    # a token and layer: 4 x 1024 beside, 2048 + 1024 and 4 x 2048 of attention, a row of 2048, 3 x 3072, in bfloat16; and
-    # 2 + 16 + 8 + 16 numbers of norms and softmax in float32
+    # Elements per token and layer. In bfloat16: 4 x 1024 before and after norms, 2048 + 1024 and 4 x 2048 of attention, a
+    # row of 2048 of the mask, 3 x 3072 of the MLP. In float32: 2 + 16 + 8 + 16 of norms and softmax.
     assert memory.activations == pytest.approx(16384 * 28 * (2 * 26_624 + 4 * 42) / 1e9)
 
 
-def test_recomputing_keeps_what_each_layer_was_given_and_all_of_one():
+def test_activation_checkpointing_keeps_the_input_of_each_layer_and_all_activations_of_one():
     plain = trainer_memory(on_one_gpu(), QWEN3_0_6B).activations
     recomputed = trainer_memory(on_one_gpu(training__activation_checkpointing=True), QWEN3_0_6B).activations
     assert recomputed == pytest.approx(plain / 28 + 65536 * 28 * 1024 * 2 / 1e9)
 
 
 @pytest.mark.parametrize("architecture", list(Architecture))
-def test_a_layer_keeps_what_autograd_keeps_of_it(architecture):
-    """The tensors that torch saved for the backward pass of a layer, against the terms that are planned."""
-    three, four = (_saved_bytes(_small(architecture, num_layers)) for num_layers in (3, 4))
-    model = _small(architecture, 4)
+def test_the_planned_activations_of_a_layer_are_those_that_autograd_saves(architecture):
+    """Compare the tensors that torch saves for the backward pass of a layer with the planned terms."""
+    three, four = (_saved_bytes(_small_model(architecture, num_layers)) for num_layers in (3, 4))
+    model = _small_model(architecture, 4)
     shape = shape_of(model)
     assert shape is not None
     changes = {"model": model, "training": BFLOAT16, "rollout": {"max_new_tokens": 1}}
@@ -119,7 +120,7 @@ BFLOAT16 = TrainingConfig(precision=Precision.BFLOAT16, micro_batch_tokens=512)
 NUM_TOKENS, ROW = 512, 128
 
 
-def _small(architecture: Architecture, num_layers: int) -> ScratchModel:
+def _small_model(architecture: Architecture, num_layers: int) -> ScratchModel:
     return ScratchModel(
         architecture=architecture,
         hidden_size=256,
@@ -134,23 +135,25 @@ def _small(architecture: Architecture, num_layers: int) -> ScratchModel:
 
 
 def _saved_bytes(model: ScratchModel) -> int:
-    """Of the forward pass of four sequences, beside the weights."""
+    """Bytes that autograd saves in the forward pass of four sequences, without the weights."""
     built = TorchSettings(BFLOAT16, seed=0, temperature=1.0, device=torch.device("cpu")).build_model(model)
     weights = {parameter.untyped_storage().data_ptr() for parameter in built.parameters()}
-    saved: dict[int, torch.Tensor] = {}  # kept, so that no place is used twice
+    saved: dict[int, torch.Tensor] = {}  # references keep an address from being used twice
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        place = tensor.untyped_storage().data_ptr()
-        if place not in weights:
-            saved[place] = tensor
+    def record(tensor: torch.Tensor) -> torch.Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in weights:
+            saved[address] = tensor
         return tensor
 
-    may_look = torch.ones(ROW, ROW, dtype=torch.bool).tril().expand(NUM_TOKENS // ROW, 1, ROW, ROW)
+    may_attend = torch.ones(ROW, ROW, dtype=torch.bool).tril().expand(NUM_TOKENS // ROW, 1, ROW, ROW)
     embedded = torch.randn(NUM_TOKENS // ROW, ROW, model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+    hooks = torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor)
     with torch.autocast("cpu", torch.bfloat16), hooks:
-        answer = built.base_model(inputs_embeds=embedded, attention_mask=may_look, use_cache=False).last_hidden_state
-    assert answer.requires_grad
+        hidden_states = built.base_model(
+            inputs_embeds=embedded, attention_mask=may_attend, use_cache=False
+        ).last_hidden_state
+    assert hidden_states.requires_grad
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
@@ -160,8 +163,8 @@ QWEN3_1_7B_IN_CHARACTERS = ScratchModel(
 
 
 @pytest.mark.parametrize(("compiled", "measured"), [(True, 58.4), (False, 80.9)])
-def test_peaks_that_were_measured_come_out_within_a_tenth(compiled, measured):
-    """docs/gpu.md: one H200, 51 rows of 320 tokens."""
+def test_planned_peaks_are_within_a_tenth_of_measured_ones(compiled, measured):
+    """Measured on one H200 with 51 rows of 320 tokens: docs/benchmarks/gpu.md."""
     training = BFLOAT16.model_copy(update={"compile": compiled, "micro_batch_tokens": 16_320})
     config = RunConfig(name="parts", iterations=1, model=QWEN3_1_7B_IN_CHARACTERS, training=training)
     shape = shape_of(config.model)
@@ -169,8 +172,8 @@ def test_peaks_that_were_measured_come_out_within_a_tenth(compiled, measured):
     assert trainer_memory(config, shape).peak == pytest.approx(measured, rel=0.1)
 
 
-def test_the_output_layer_of_a_real_vocabulary_comes_out_within_a_tenth():
-    """docs/gpu.md and README.md: 3.1 GB for 1,024 logits at a time, 151,936 tokens, 1,024 features."""
+def test_the_planned_output_layer_of_a_real_vocabulary_is_within_a_tenth_of_the_measured_one():
+    """Measured on one H200: 3.1 GB for 1,024 positions at a time, 151,936 tokens, 1,024 features (docs/benchmarks.md)."""
     assert trainer_memory(on_one_gpu(), QWEN3_0_6B).logits == pytest.approx(3.1, rel=0.1)
 
 
@@ -180,11 +183,11 @@ def test_ranks_that_share_a_model_gather_two_layers_at_a_time():
     assert shape is not None
     memory = trainer_memory(config, shape)
     assert memory.weights == pytest.approx(4 * 30.532 / 32, rel=1e-3)
-    # 0.6230 billion weights a layer, 0.6223 in embedding and output layer: 2 bytes of all three, 6 of one; 1 GB of NCCL's
+    # 0.6230 billion weights a layer, 0.6223 in embedding and output layer: 2 bytes of all three, 6 of one; 1 GB for NCCL
     assert memory.buffers == pytest.approx(2 * (2 * 0.6230 + 0.6223) + 6 * 0.6230 + 1.0, rel=1e-3)
 
 
-def test_an_engine_has_what_weights_leave_for_keys_and_values():
+def test_an_engine_uses_the_memory_that_weights_leave_for_its_kv_cache():
     engine = engine_memory(VllmInference(tensor_parallel=2, memory_share=0.5), QWEN3_0_6B, 80.0)
     assert engine.weights == pytest.approx(0.596, rel=1e-3)
     assert engine.cache == pytest.approx(40 - 0.596 - 3.0, rel=1e-3)
@@ -192,7 +195,7 @@ def test_an_engine_has_what_weights_leave_for_keys_and_values():
     assert engine.cached_tokens == int(engine.cache * 1e9 / (28 * 2 * 8 * 128 * 2 / 2))
 
 
-def test_offloading_leaves_the_engine_the_gpu():
+def test_offload_frees_the_trainers_memory_while_the_engine_generates():
     config = on_one_gpu(inference__memory_share=0.9, training__micro_batch_tokens=2048)
     resident_gb = trainer_memory(config, QWEN3_0_6B).resident_gb
     stays = gpu_memory(config, QWEN3_0_6B, 80.0)
@@ -204,7 +207,7 @@ def test_offloading_leaves_the_engine_the_gpu():
 
 
 @pytest.mark.parametrize(
-    ("changes", "device_gb", "told"),
+    ("changes", "device_gb", "message"),
     [
         (
             {},
@@ -219,12 +222,12 @@ def test_offloading_leaves_the_engine_the_gpu():
         ({"training__micro_batch_tokens": 4096}, 9.0, r"give placement.trainer more devices"),
     ],
 )
-def test_what_cannot_fit_is_refused_by_its_key(changes, device_gb, told):
-    with pytest.raises(UserError, match=told):
+def test_a_config_that_does_not_fit_is_refused_by_its_key(changes, device_gb, message):
+    with pytest.raises(UserError, match=message):
         check_memory(on_one_gpu(**changes), QWEN3_0_6B, device_gb)
 
 
-def test_what_is_advised_fits():
+def test_the_advised_micro_batch_fits():
     with pytest.raises(UserError) as refused:
         check_memory(on_one_gpu(inference__memory_share=0.5), QWEN3_0_6B, 80.0)
     advised = int(str(refused.value).split(" to ")[1].split(",")[0])

@@ -1,4 +1,4 @@
-"""Bad nodes: remembered for all runs, left out for a while, cleared by a person; and what makes a node unfit."""
+"""Node failures: recorded for all runs, excluding a node for a while, cleared by a user; and the checks of the canary."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -35,7 +35,7 @@ def store(tmp_path: Path) -> ObjectStore:
     return ObjectStore(f"file://{tmp_path}/store")
 
 
-def test_a_node_is_left_out_from_its_second_failure_on_and_until_one_of_them_is_a_day_old(store):
+def test_a_node_is_excluded_from_its_second_failure_until_one_of_them_is_a_day_old(store):
     record_failure(store, failure("gpu-1", hours_ago=20))
     record_failure(store, failure("gpu-2", hours_ago=1))
     assert excluded_nodes(store, POLICY, NOON) == ()
@@ -46,7 +46,7 @@ def test_a_node_is_left_out_from_its_second_failure_on_and_until_one_of_them_is_
     assert excluded_nodes(store, NodesConfig(failures=1), NOON) == ("gpu-1", "gpu-2")
 
 
-def test_failures_that_several_writers_note_at_once_are_all_there(store):
+def test_failures_that_several_writers_record_at_once_are_all_kept(store):
     with ThreadPoolExecutor(16) as writers:
         list(writers.map(lambda n: record_failure(store, failure("gpu-1", reason=f"writer {n}")), range(64)))
     [(node, failures)] = read_failures(store).items()
@@ -54,7 +54,7 @@ def test_failures_that_several_writers_note_at_once_are_all_there(store):
     assert {f.reason for f in failures} == {f"writer {n}" for n in range(64)}
 
 
-def test_what_is_cleared_is_gone_for_that_node_alone_and_may_come_back(store):
+def test_clearing_forgets_the_failures_of_one_node_and_later_ones_count_again(store):
     for node in ("gpu-1", "gpu-1", "fe80::1%eth0/x", "fe80::1%eth0/x"):
         record_failure(store, failure(node))
     assert excluded_nodes(store, POLICY, NOON) == ("fe80::1%eth0/x", "gpu-1"), "whatever a node is called"
@@ -99,12 +99,12 @@ def test_a_disk_that_is_full_or_cannot_be_written_to_is_named(tmp_path):
     assert disk_faults(CanaryRequest((file,), 1e-9, 0)) == [f"{file} cannot be written to (Not a directory)"]
 
 
-def test_a_clock_may_say_any_time_between_question_and_answer():
-    asked_at, answered_at = 1000.0, 1010.0
-    assert clock_faults(asked_at, answered_at, 1003.0, 30.0) == []
-    assert clock_faults(asked_at, answered_at, 1040.0, 30.0) == []
-    assert clock_faults(asked_at, answered_at, 1041.0, 30.0) == ["its clock is off by 31 s (nodes.clock_seconds allows 30)"]
-    assert clock_faults(asked_at, answered_at, 900.0, 30.0) == ["its clock is off by 100 s (nodes.clock_seconds allows 30)"]
+def test_a_clock_may_show_any_time_between_request_and_reply():
+    sent_at, received_at = 1000.0, 1010.0
+    assert clock_faults(sent_at, received_at, 1003.0, 30.0) == []
+    assert clock_faults(sent_at, received_at, 1040.0, 30.0) == []
+    assert clock_faults(sent_at, received_at, 1041.0, 30.0) == ["its clock is off by 31 s (nodes.clock_seconds allows 30)"]
+    assert clock_faults(sent_at, received_at, 900.0, 30.0) == ["its clock is off by 100 s (nodes.clock_seconds allows 30)"]
 
 
 @pytest.mark.parametrize(
@@ -116,20 +116,20 @@ def test_a_clock_may_say_any_time_between_question_and_answer():
         ({"b", "c"}, ["b", "c"]),
     ],
 )
-def test_who_is_to_blame_for_a_collective_is_found_in_pairs(broken, blamed):
+def test_the_node_that_breaks_a_collective_is_found_in_pairs(broken, blamed):
     members = [CollectiveMember(name, "", {}) for name in "abcd"]
     found = unreachable_nodes(members, lambda some: "timed out" if broken & {m.node for m in some} else "")
     assert sorted(found) == blamed
     assert all(faults == ["collective: timed out"] for faults in found.values())
 
 
-def test_of_two_nodes_that_do_not_meet_both_are_named():
+def test_two_nodes_that_cannot_reach_each_other_are_both_named():
     assert sorted(
         unreachable_nodes([CollectiveMember("a", "", {}), CollectiveMember("b", "", {})], lambda _: "timed out")
     ) == ["a", "b"]
 
 
-def test_a_laptop_that_is_full_is_unfit_by_name(tmp_path):
+def test_a_single_machine_with_a_full_disk_is_unfit_and_named(tmp_path):
     laptop = ClusterConfig()
     check_nodes(laptop, NodesConfig(free_gigabytes=1e-9), tmp_path)
     with pytest.raises(NodeUnfit, match=f"^node {node_name()}: {tmp_path} has ") as caught:

@@ -1,4 +1,4 @@
-"""Problems from JSON lines, tables and Reasoning Gym: columns, answers within answers, wording, what is held out."""
+"""Problems from JSON lines, tables and Reasoning Gym: columns, extracted answers, prompt templates, held-out problems."""
 
 import json
 from pathlib import Path
@@ -26,18 +26,20 @@ GSM = [
 GSM_COLUMNS = Columns(prompt="question")
 
 
-def as_jsonl(folder: Path, rows: list[Any]) -> str:
+def write_jsonl(folder: Path, rows: list[Any]) -> str:
+    """Write rows.jsonl; return its path."""
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder / "rows.jsonl")
 
 
-def as_parquet(folder: Path, rows: list[dict[str, Any]], name: str = "rows.parquet") -> str:
+def write_parquet(folder: Path, rows: list[dict[str, Any]], name: str = "rows.parquet") -> str:
+    """Write a Parquet file; return its path."""
     pq.write_table(pa.Table.from_pylist(rows), folder / name)
     return str(folder / name)
 
 
 def jsonl(folder: Path, rows: list[Any], **settings: Any) -> JsonlSource:
-    path = as_jsonl(folder, rows)
+    path = write_jsonl(folder, rows)
     return JsonlSource(JsonlProblems(train=path, held_out=path, **settings), seed=0)
 
 
@@ -55,19 +57,19 @@ def dataset(path: str | Path, **settings: Any) -> DatasetSource:
         (AnswerRule.BOXED, r"first \boxed{1}, then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
     ],
 )
-def test_an_answer_is_found_in_the_way_to_it(rule, text, answer):
+def test_an_answer_is_extracted_from_a_worked_solution(rule, text, answer):
     assert extract_answer(rule, text) == answer
 
 
 @pytest.mark.parametrize(("rule", "text"), [(AnswerRule.AFTER_HASHES, "42"), (AnswerRule.BOXED, r"\boxed{1")])
-def test_an_answer_that_is_not_there_is_one_sentence(tmp_path, rule, text):
+def test_a_row_without_an_answer_is_refused_in_one_sentence(tmp_path, rule, text):
     with pytest.raises(UserError, match="problems.train: line 1 of .* has no .* problems.answer_rule"):
         jsonl(tmp_path, [{"prompt": "6 x 7?", "answer": text}], answer_rule=rule)
 
 
-def test_gsm8k_as_it_comes_in_jsonl_and_in_parquet(tmp_path):
+def test_gsm8k_is_read_as_published_from_jsonl_and_from_parquet(tmp_path):
     settings = {"columns": GSM_COLUMNS, "answer_rule": AnswerRule.AFTER_HASHES}
-    for source in (jsonl(tmp_path, GSM, **settings), dataset(as_parquet(tmp_path, GSM), **settings)):
+    for source in (jsonl(tmp_path, GSM, **settings), dataset(write_parquet(tmp_path, GSM), **settings)):
         assert [p.answer for p in source.held_out(2)] == ["7", "2,160"]
         assert source.held_out(1) == [Problem("rows/1", "rows", (Message(Speaker.USER, GSM[0]["question"]),), "7")]
         assert source.domains == {"rows"}
@@ -77,7 +79,7 @@ def test_a_column_may_be_nested_and_a_prompt_may_be_messages(tmp_path):
     chat = [{"role": "system", "content": "Think."}, {"role": "user", "content": "6 x 7?"}]
     rows = [{"prompt": chat, "reward_model": {"ground_truth": "42"}, "source": "made up"}]
     columns = Columns(answer="reward_model.ground_truth", domain="source")
-    for source in (jsonl(tmp_path, rows, columns=columns), dataset(as_parquet(tmp_path, rows), columns=columns)):
+    for source in (jsonl(tmp_path, rows, columns=columns), dataset(write_parquet(tmp_path, rows), columns=columns)):
         messages = (Message(Speaker.SYSTEM, "Think."), Message(Speaker.USER, "6 x 7?"))
         assert source.held_out(1) == [Problem("rows/1", "made up", messages, "42")]
 
@@ -88,7 +90,7 @@ def test_a_domain_column_is_used_where_there_is_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "settings", "says"),
+    ("rows", "settings", "message"),
     [
         (GSM, {}, r"line 1 of .* has no 'prompt': .* set problems.columns to what it has \(question, answer\)"),
         (GSM, {"columns": Columns(prompt="question", domain="topic")}, "line 1 of .* has no 'topic'"),
@@ -102,36 +104,36 @@ def test_a_domain_column_is_used_where_there_is_one(tmp_path):
         ),
     ],
 )
-def test_a_row_that_cannot_be_a_problem_is_one_sentence(tmp_path, rows, settings, says):
-    with pytest.raises(UserError, match=f"^problems.train: .*{says}"):
+def test_a_row_that_cannot_be_a_problem_is_refused_in_one_sentence(tmp_path, rows, settings, message):
+    with pytest.raises(UserError, match=f"^problems.train: .*{message}"):
         jsonl(tmp_path, rows, **settings)
 
 
-# -------------------------------------------------------------------------------------------------- wording
-def test_words_around_a_problem(tmp_path):
+# -------------------------------------------------------------------------------------------------- prompt templates
+def test_a_system_message_and_a_template_surround_the_prompt(tmp_path):
     settings = {"system": "You add.", "template": "{prompt}\nBoxes like \\boxed{7} are fine."}
     [problem] = jsonl(tmp_path, [{"prompt": "3 + 4?", "answer": "7"}], **settings).held_out(1)
-    said = "3 + 4?\nBoxes like \\boxed{7} are fine."
-    assert problem.messages == (Message(Speaker.SYSTEM, "You add."), Message(Speaker.USER, said))
+    user_text = "3 + 4?\nBoxes like \\boxed{7} are fine."
+    assert problem.messages == (Message(Speaker.SYSTEM, "You add."), Message(Speaker.USER, user_text))
 
 
-def test_a_template_without_the_problem_is_one_sentence(tmp_path):
+def test_a_template_without_the_prompt_is_refused_in_one_sentence(tmp_path):
     problems = {"kind": "jsonl", "train": "t", "held_out": "h", "template": "Answer!"}
     with pytest.raises(UserError, match="problems.template: 'Answer!' must contain {prompt}"):
         tiny_config(tmp_path, problems=problems)
 
 
 # -------------------------------------------------------------------------------------------------- tables
-def test_several_parquet_files_by_pattern_and_by_folder(tmp_path):
+def test_several_parquet_files_are_read_by_pattern_and_by_folder(tmp_path):
     for number in range(3):
-        as_parquet(tmp_path, [{"prompt": f"{number}?", "answer": str(number)}], f"train-{number}-of-3.parquet")
-    as_parquet(tmp_path, [{"prompt": "9?", "answer": "9"}], "test-0-of-1.parquet")
+        write_parquet(tmp_path, [{"prompt": f"{number}?", "answer": str(number)}], f"train-{number}-of-3.parquet")
+    write_parquet(tmp_path, [{"prompt": "9?", "answer": "9"}], "test-0-of-1.parquet")
     pattern, folder = dataset(tmp_path / "train-*.parquet"), dataset(tmp_path)
     assert [(p.problem_id, p.answer) for p in pattern.held_out(3)] == [("train/1", "0"), ("train/2", "1"), ("train/3", "2")]
     assert [p.answer for p in folder.held_out(4)] == ["9", "0", "1", "2"]
 
 
-def test_a_dataset_saved_by_hugging_face(tmp_path):
+def test_a_dataset_saved_by_hugging_face_is_read(tmp_path):
     Dataset.from_list(GSM).save_to_disk(tmp_path / "gsm", num_shards=2)
     source = dataset(tmp_path / "gsm", columns=GSM_COLUMNS, answer_rule=AnswerRule.AFTER_HASHES)
     assert [p.answer for p in source.held_out(2)] == ["7", "2,160"]
@@ -146,14 +148,14 @@ def test_a_split_must_be_named(tmp_path):
     assert dataset(tmp_path / "gsm/test", columns=GSM_COLUMNS).domains == {"test"}
 
 
-def test_tables_that_are_not_there_are_one_sentence(tmp_path):
+def test_missing_and_broken_tables_are_refused_in_one_sentence(tmp_path):
     with pytest.raises(UserError, match="problems.train: no tables in .*nowhere: name a Parquet file, a folder of them"):
         dataset(tmp_path / "nowhere")
     (tmp_path / "bad.parquet").write_text("not a table")
     with pytest.raises(UserError, match="problems.train: .*bad.parquet cannot be read as a table"):
         dataset(tmp_path / "bad.parquet")
     with pytest.raises(UserError, match=r"row 1 of .* has no 'prompt': .*\(question, answer\)"):
-        dataset(as_parquet(tmp_path, GSM))
+        dataset(write_parquet(tmp_path, GSM))
 
 
 # -------------------------------------------------------------------------------------------------- Reasoning Gym
@@ -161,8 +163,8 @@ SUMS = GymTask(name="chain_sum", params={"max_terms": 2, "max_digits": 1})
 WORDS = GymTask(name="spell_backward", weight=3.0)
 
 
-def gym(*tasks: GymTask, seed: int = 0, **wording: Any) -> ReasoningGymSource:
-    return ReasoningGymSource(ReasoningGymProblems(tasks=tasks, **wording), seed)
+def gym(*tasks: GymTask, seed: int = 0, **settings: Any) -> ReasoningGymSource:
+    return ReasoningGymSource(ReasoningGymProblems(tasks=tasks, **settings), seed)
 
 
 def test_items_depend_on_seed_and_index_alone():
@@ -188,7 +190,7 @@ def test_held_out_items_are_never_trained_on_even_where_there_are_few_different_
     assert not held_out_texts & set(trained)
 
 
-def test_an_item_has_its_answer_and_the_words_of_the_config():
+def test_an_item_has_its_answer_and_the_template_of_the_config():
     problem = gym(SUMS, template="{prompt} #### ").problem(0)
     text = problem.messages[0].text
     first, sign, second = text.partition("problem: ")[2].removesuffix(" = #### ").split()
@@ -196,7 +198,7 @@ def test_an_item_has_its_answer_and_the_words_of_the_config():
 
 
 @pytest.mark.parametrize(
-    ("task", "says"),
+    ("task", "message"),
     [
         (
             GymTask(name="chain_sun"),
@@ -209,24 +211,24 @@ def test_an_item_has_its_answer_and_the_words_of_the_config():
         (GymTask(name="chain_sum", params={"min_terms": 9}), "problems.tasks.0.params: chain_sum does not take them"),
     ],
 )
-def test_a_task_that_cannot_be_is_one_sentence(task, says):
-    with pytest.raises(UserError, match=f"^{says}"):
+def test_an_impossible_task_is_refused_in_one_sentence(task, message):
+    with pytest.raises(UserError, match=f"^{message}"):
         gym(task)
 
 
-def test_more_held_out_items_than_there_are_is_one_sentence():
+def test_more_held_out_items_than_exist_are_refused_in_one_sentence():
     with pytest.raises(UserError, match=r"evaluation.num_problems \(40\) is more than the different problems"):
         gym(SUMS).held_out(40)
 
 
-def test_what_a_config_may_not_say_of_a_task(tmp_path):
+def test_a_config_may_not_set_the_seed_of_a_task(tmp_path):
     problems = {"kind": "reasoning_gym", "tasks": [{"name": "chain_sum", "params": {"seed": 3}}]}
     with pytest.raises(UserError, match="problems.tasks.0.params: 'seed' is not for the config to say"):
         tiny_config(tmp_path, problems=problems)
 
 
-def test_every_kind_of_source_can_be_asked_for(tmp_path):
-    path = as_parquet(tmp_path, [{"prompt": "a", "answer": "b"}])
+def test_dataset_and_reasoning_gym_sources_are_built_from_the_config(tmp_path):
+    path = write_parquet(tmp_path, [{"prompt": "a", "answer": "b"}])
     config = tiny_config(tmp_path, problems={"kind": "dataset", "train": path, "held_out": path})
     assert build_source(config.problems, 0).domains == {"rows"}
     config = tiny_config(tmp_path, problems={"kind": "reasoning_gym", "tasks": [{"name": "chain_sum"}]})

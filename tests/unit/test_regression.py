@@ -1,4 +1,4 @@
-"""The nightly alarm, without training anything: what is measured, what counts as worse, what is said about it."""
+"""Nightly regression check without training: measured quantities, comparison with accepted runs, and the report."""
 
 import math
 
@@ -12,10 +12,10 @@ from roll_core.reporting.regression import (
     compare,
     is_only_slower,
     judge,
-    verdicts_page,
     measure_run,
     robust_sigma,
     verdict_sentence,
+    verdicts_page,
 )
 from roll_core.types.manifest import Collected, CollectRequest, Draws, Evaluated, Manifest
 from roll_core.types.refs import ArtifactKind, ArtifactRef
@@ -29,7 +29,7 @@ GOOD = {"accuracy/last": 0.95, "reward/last": 0.80, "seconds/update": 0.20, "thr
 
 
 def night(number: int, origin: Origin = ORIGIN, weights: str = "w0 w1 w2", **changed: float) -> Measured:
-    """A run as good as ever, but for quantities given as accuracy_last=0.7."""
+    """Measured run with usual quantities, except those that are given: accuracy_last=0.7 sets accuracy/last."""
     quantities = GOOD | {name.replace("_", "/", 1): value for name, value in changed.items()}
     return Measured(
         reference="quickstart",
@@ -49,12 +49,12 @@ def nights(count: int, **changed: float) -> list[Measured]:
     return [night(number, **changed) for number in range(1, count + 1)]
 
 
-def test_the_spread_of_a_few_values_does_not_mind_an_outlier():
-    # Deviations from the median 12 are 2, 1, 0, 1, 78; their median is 1; of five values that is 1.206 too small.
+def test_the_robust_sigma_of_a_few_values_ignores_an_outlier():
+    # Deviations from the median 12 are 2, 1, 0, 1, 78; their median is 1; the correction for five values is 1.206.
     assert robust_sigma([10, 11, 12, 13, 90]) == pytest.approx(1.206 * 1.4826)
     assert robust_sigma([7.0]) == 0.0
     assert robust_sigma([7.0] * 12) == 0.0
-    # Of twelve values 1..12 the median is 6.5, the deviations 0.5 ... 5.5 twice each, their median 3.
+    # The median of 1..12 is 6.5; the deviations are 0.5 ... 5.5, twice each; their median is 3.
     assert robust_sigma(range(1, 13)) == pytest.approx(12 / 11.2 * 1.4826 * 3)
 
 
@@ -70,8 +70,8 @@ def test_beyond_four_sigmas_is_worse_and_on_the_good_side_better():
     }
 
 
-def test_of_seconds_more_is_worse():
-    accepted = [0.50, 0.50, 0.50, 0.50, 0.50]  # alike: the least difference, a fifth, is what is tolerated
+def test_more_seconds_are_worse():
+    accepted = [0.50, 0.50, 0.50, 0.50, 0.50]  # equal values: the smallest tolerance, a fifth, applies
     outcomes = {s: compare("seconds/wall", s, accepted, "", TOLERANCES).outcome for s in (0.39, 0.41, 0.59, 0.61)}
     assert list(outcomes.values()) == [
         ComparisonOutcome.BETTER,
@@ -85,7 +85,7 @@ def test_of_seconds_more_is_worse():
 
 
 @pytest.mark.parametrize("value", [None, math.nan, -math.inf])
-def test_what_is_missing_or_not_a_number_is_worse(value):
+def test_a_value_that_is_missing_or_not_finite_is_worse(value):
     assert compare("reward/last", value, [0.8], "", TOLERANCES).outcome is ComparisonOutcome.WORSE
 
 
@@ -104,14 +104,14 @@ def test_learning_is_judged_from_the_second_run_on_and_speed_from_the_sixth():
     assert not_judged.against == "with 4 accepted runs on this kind of machine of 5 needed to judge it"
 
 
-def test_speed_of_another_kind_of_machine_says_nothing_and_learning_does():
+def test_learning_is_compared_across_kinds_of_machines_and_speed_is_not():
     elsewhere = night(9, origin=ORIGIN.model_copy(update={"machine": "H200"}), seconds_update=0.9, reward_last=0.7)
     verdict = verdict_on(elsewhere, nights(8))
     assert {c.quantity for c in verdict.worse} == {"reward/last"}
     assert "machine: EPYC, 2 CPUs -> H200" in verdict.remarks
 
 
-def test_new_libraries_and_code_are_held_to_the_same():
+def test_new_libraries_and_code_are_held_to_the_same_tolerances():
     newer = Origin(machine=ORIGIN.machine, versions="torch 2.14.0", code="0.1.0+bbbb")
     verdict = verdict_on(night(9, origin=newer, weights="w0 x1 x2", seconds_update=0.9), nights(8))
     assert [c.quantity for c in verdict.worse] == ["seconds/update"] * 2, "against the last eight and the first five"
@@ -122,8 +122,8 @@ def test_new_libraries_and_code_are_held_to_the_same():
     )
 
 
-def test_a_drift_that_takes_the_newest_along_is_seen_by_the_oldest():
-    """Two percent more every night: never far from the last twenty, whose median is ten nights old."""
+def test_a_slow_drift_is_noticed_against_the_oldest_accepted_runs():
+    """Seconds grow by two percent every night. They are never far from the last twenty, whose median is ten nights old."""
     seconds = [0.50 * 1.02**number for number in range(40)]
     accepted: list[Measured] = []
     for number, value in enumerate(seconds):
@@ -136,7 +136,7 @@ def test_a_drift_that_takes_the_newest_along_is_seen_by_the_oldest():
     assert [c.against for c in verdict.worse] == ["the first 5"]
 
 
-def test_what_should_repeat_to_the_bit_is_held_to_that():
+def test_a_reproducible_run_must_repeat_its_weights_to_the_bit():
     accepted = [*nights(2), night(3, origin=ORIGIN.model_copy(update={"code": "0.1.0+bbbb"}), weights="w0 y1 y2")]
     assert not verdict_on(night(4), accepted).is_regression, "its twin is not the newest, but the newest of the same origin"
     verdict = verdict_on(night(4, weights="w0 w1 z2"), accepted)
@@ -156,14 +156,14 @@ def test_a_changed_setting_is_named_and_does_not_excuse_a_worse_run():
     assert "training.optimizer.learning_rate: 0.001 -> 1e-09" in verdict.remarks
 
 
-def test_learning_that_is_no_longer_measured_is_a_regression_and_a_stage_that_went_is_not():
+def test_a_missing_learning_quantity_is_a_regression_and_a_missing_stage_is_not():
     run = night(9)
     without = {k: v for k, v in run.quantities.items() if k not in ("reward/last", "seconds/update")}
     verdict = verdict_on(run.model_copy(update={"quantities": without}), nights(8))
     assert {c.quantity for c in verdict.worse} == {"reward/last"}
 
 
-def test_only_what_is_merely_slower_is_trained_again():
+def test_only_a_run_that_is_merely_slower_is_trained_again():
     assert is_only_slower(verdict_on(night(9, seconds_update=0.9), nights(8)))
     assert not is_only_slower(verdict_on(night(9, seconds_update=0.9, reward_last=0.1), nights(8)))
     assert not is_only_slower(verdict_on(night(9), nights(8)))
@@ -216,7 +216,7 @@ def manifest(iteration: int, reward: float, wall: float, accuracy: float | None)
     )
 
 
-def test_what_is_measured_of_a_run(tmp_path):
+def test_quantities_of_a_run_are_measured_from_its_manifests(tmp_path):
     chain = [
         manifest(0, 0.0, 9.0, 0.0),
         manifest(1, 0.1, 7.0, None),
@@ -228,10 +228,10 @@ def test_what_is_measured_of_a_run(tmp_path):
     measured = measure_run(config, chain, ORIGIN)
     assert measured.quantities == pytest.approx(
         {
-            "reward/last": 0.7,  # of the last quarter
+            "reward/last": 0.7,  # mean over the last quarter
             "reward/mean": 0.4,
             "accuracy/last": 0.6,
-            "accuracy/mean": 0.5,  # without that of iteration 0, which nothing was learned for
+            "accuracy/mean": 0.5,  # without iteration 0, which is before any training
             "throughput/tokens_per_second": 200.0,  # the median of 200, 250 and 10; the first iteration does not count
             "seconds/wall": 0.5,
             "seconds/evaluate": 0.25,
@@ -249,14 +249,14 @@ def test_the_references_of_the_repository_can_be_loaded():
     assert names == ["quickstart", "quickstart-ppo"]
 
 
-def test_a_typo_in_what_is_trained_is_one_sentence(tmp_path):
+def test_a_typo_in_a_nightly_file_is_refused_in_one_sentence(tmp_path):
     file = tmp_path / "nightly.yaml"
     file.write_text("references: [{config: a.yaml}]\ntolerances: {acuracy: 0.1}\n")
     with pytest.raises(UserError, match="tolerances.acuracy is not a key; did you mean 'accuracy'?"):
         load_nightly(file)
 
 
-def test_a_kind_of_machine_is_not_a_machine():
+def test_the_origin_of_a_run_has_the_kind_of_machine_and_no_paths():
     kind, versions = machine_kind(), library_versions()
     assert kind.partition(", ")[2].startswith(tuple("123456789")), kind
     assert versions.startswith("python 3.")

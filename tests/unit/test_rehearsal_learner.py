@@ -1,4 +1,4 @@
-"""The rehearsal training backend: a digest that depends on everything that was trained on, and on nothing else."""
+"""Rehearsal backend of the trainer: its digest depends on everything that was trained on, and on nothing else."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ def test_the_same_batches_in_the_same_order_lead_to_the_same_digest(config):
     assert digest_after(config, FIRST, SECOND) == digest_after(config, FIRST, SECOND)
 
 
-def test_another_order_a_missing_batch_a_changed_reward_and_another_seed_show(config, tmp_path):
+def test_order_batches_rewards_and_seed_change_the_digest(config, tmp_path):
     other_seed = tiny_config(tmp_path, inference=REHEARSED_ENGINES, training={"backend": "rehearsal"}, seed=1)
     digests = {
         digest_after(config, FIRST, SECOND),
@@ -60,13 +60,13 @@ def test_a_snapshot_is_the_state_when_it_was_taken_and_can_be_continued_from(con
     assert resumed.state == before != learner.state
 
 
-def test_its_actor_needs_no_torch():
+def test_the_rehearsal_rank_imports_no_torch():
     program = "import sys, roll_core.roles.rehearsal_rank; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(
-    ("sections", "says"),
+    ("sections", "message"),
     [
         (
             {"training": {"backend": "rehearsal"}},
@@ -79,6 +79,6 @@ def test_its_actor_needs_no_torch():
         ),
     ],
 )
-def test_settings_that_contradict_a_rehearsed_trainer_are_refused(tmp_path, sections, says):
-    with pytest.raises(UserError, match=says):
+def test_settings_that_contradict_a_rehearsed_trainer_are_refused(tmp_path, sections, message):
+    with pytest.raises(UserError, match=message):
         tiny_config(tmp_path, **sections)

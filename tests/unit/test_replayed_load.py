@@ -1,4 +1,4 @@
-"""Loading again what a loader was seen to load, without it."""
+"""Replayed load: the copies that a model's loader made are recorded once and repeated without the loader."""
 
 from collections.abc import Iterable
 
@@ -11,8 +11,8 @@ from roll_core.weights.buckets import FlatLayout, TensorEntry, starts_of
 
 
 class Fused(nn.Module):
-    """Keeps q and k in one matrix in half precision, of a gate the rows of the second of two ranks, and padding at the end
-    of an embedding: what engines do. With a scale it computes what it keeps, which nobody can replay."""
+    """Model whose loader does what engines do: fuses q and k into one bfloat16 matrix, keeps the gate rows of the second of
+    two ranks, and pads the end of an embedding. With a scale the loader computes values, which cannot be replayed."""
 
     def __init__(self, scale: float = 1.0):
         super().__init__()
@@ -38,31 +38,33 @@ class Fused(nn.Module):
 
 
 def weights(seed: int) -> list[tuple[str, Tensor]]:
+    """Random tensors by name, all of them views of one flat tensor."""
     torch.manual_seed(seed)
     flat = torch.randn(100)
     sizes = {"q": (4, 3), "k": (2, 3), "gate": (4, 3), "embedding": (7, 3)}
-    cut, start = [], 5
+    named_tensors, start = [], 5
     for name, (rows, columns) in sizes.items():
-        cut.append((name, flat[start : start + rows * columns].view(rows, columns)))
+        named_tensors.append((name, flat[start : start + rows * columns].view(rows, columns)))
         start += rows * columns + 1
-    return cut
+    return named_tensors
 
 
 def in_flat(named: list[tuple[str, Tensor]]) -> tuple[Tensor, FlatLayout]:
-    """The bytes that those are part of, and what is where in them."""
+    """Flat bytes that the tensors are views of, and the layout of the tensors in them."""
     whole = torch.empty(0, dtype=torch.uint8).set_(named[0][1].untyped_storage())
     entries = tuple(TensorEntry(name, tuple(tensor.shape), "float32") for name, tensor in named)
     return whole, FlatLayout(entries, tuple(4 * tensor.storage_offset() for _, tensor in named))
 
 
 def loaded(seed: int) -> dict[str, Tensor]:
+    """Parameters after the loader itself has loaded the weights of this seed."""
     expected = Fused()
     expected.load_weights(weights(seed))
     return dict(expected.named_parameters())
 
 
 @pytest.mark.parametrize("num_parts", [1, 4])
-def test_weights_come_where_the_loader_put_them_and_it_is_not_asked_again(num_parts):
+def test_weights_are_copied_to_where_the_loader_put_them_without_calling_it_again(num_parts):
     model = Fused()
     replayed = ReplayedLoad(model)
     for seed in range(3):
@@ -75,7 +77,7 @@ def test_weights_come_where_the_loader_put_them_and_it_is_not_asked_again(num_pa
 
 
 @pytest.mark.parametrize("num_parts", [1, 4])
-def test_what_lies_in_flat_bytes_comes_to_the_same_places_also_if_it_lies_elsewhere_later(num_parts):
+def test_flat_weights_are_copied_to_the_same_parameters_even_if_their_layout_changes_later(num_parts):
     model = Fused()
     replayed = ReplayedLoad(model)
     for seed in range(6):
@@ -92,7 +94,7 @@ def test_what_lies_in_flat_bytes_comes_to_the_same_places_also_if_it_lies_elsewh
     assert model.num_calls == num_parts
 
 
-def test_numbers_of_several_kinds_in_one_flat_are_cut_out():
+def test_a_flat_tensor_may_hold_several_dtypes():
     model = Fused()
     replayed = ReplayedLoad(model)
     for seed in range(3):
@@ -104,7 +106,7 @@ def test_numbers_of_several_kinds_in_one_flat_are_cut_out():
         assert all(torch.equal(tensor, loaded(seed)[name]) for name, tensor in model.named_parameters())
 
 
-def test_a_loader_that_computes_is_asked_every_time():
+def test_a_loader_that_computes_is_called_every_time():
     model = Fused(scale=2.0)
     replayed = ReplayedLoad(model)
     for seed in range(3):
@@ -114,7 +116,7 @@ def test_a_loader_that_computes_is_asked_every_time():
     assert model.num_calls == 3
 
 
-def test_a_part_that_never_came_leaves_the_loader_in_use():
+def test_the_loader_stays_in_use_until_every_tensor_was_loaded_once():
     model = Fused()
     replayed = ReplayedLoad(model)
     replayed.load(weights(0)[:3])

@@ -1,4 +1,4 @@
-"""Which checkpoints stay by policy, and that none goes which somebody needs, whoever is faster."""
+"""Retention: which checkpoints a policy keeps, and that none is retired which another run needs, in any order of events."""
 
 import threading
 
@@ -38,7 +38,7 @@ def runs(tmp_path) -> StoredRuns:
 
 @pytest.fixture
 def parent(runs) -> StoredRuns:
-    """tiny-1: iterations 0 to 8, a checkpoint after every second, all of them old."""
+    """Store with tiny-1: iterations 0 to 8 and a checkpoint of every second one, all older than the grace period."""
     runs.open()
     runs.commit("tiny-1", 8)
     for iteration in range(0, 9, 2):
@@ -47,12 +47,13 @@ def parent(runs) -> StoredRuns:
     return runs
 
 
-def left(runs: StoredRuns, run_id: str = "tiny-1") -> list[int]:
+def iterations_left(runs: StoredRuns, run_id: str = "tiny-1") -> list[int]:
+    """Iterations of the checkpoints that are in the store."""
     return [checkpoint.iteration for checkpoint in read_checkpoints(runs.store, run_id)]
 
 
 @pytest.mark.parametrize(
-    ("policy", "stay"),
+    ("policy", "expected"),
     [
         (CheckpointConfig(), [0, 2, 4, 6, 8]),
         (CheckpointConfig(keep_last=1), [0, 8]),
@@ -65,31 +66,31 @@ def left(runs: StoredRuns, run_id: str = "tiny-1") -> list[int]:
     ],
     ids=str,
 )
-def test_a_policy_keeps_the_last_the_multiples_and_the_best(runs, policy, stay):
-    """4 and 2 are equally good, and the later counts first; 3 is the best and has no checkpoint."""
+def test_a_policy_keeps_the_last_the_multiples_and_the_best(runs, policy, expected):
+    """Iterations 4 and 2 are equally good, and the later counts first. Iteration 3 is the best but has no checkpoint."""
     runs.open()
     runs.commit("tiny-1", 8, {0: 0.1, 2: 0.7, 3: 0.9, 4: 0.7, 6: 0.6, 8: 0.2})
     checkpoints = [runs.checkpoint("tiny-1", iteration) for iteration in range(0, 9, 2)]
-    gone = checkpoints_to_retire(checkpoints, read_chain(runs.store, "tiny-1"), policy, referenced=())
-    assert [each.iteration for each in checkpoints if each not in gone] == stay
+    retired = checkpoints_to_retire(checkpoints, read_chain(runs.store, "tiny-1"), policy, referenced=())
+    assert [each.iteration for each in checkpoints if each not in retired] == expected
 
 
-def test_what_was_never_evaluated_is_not_among_the_best(runs):
+def test_an_iteration_without_an_evaluation_is_not_among_the_best(runs):
     runs.open()
     runs.commit("tiny-1", 6, {2: 0.1})
     checkpoints = [runs.checkpoint("tiny-1", iteration) for iteration in (0, 2, 4, 6)]
-    gone = checkpoints_to_retire(
+    retired = checkpoints_to_retire(
         checkpoints, read_chain(runs.store, "tiny-1"), CheckpointConfig(keep_last=1, keep_best=3), referenced=()
     )
-    assert [each.iteration for each in gone] == [4]
+    assert [each.iteration for each in retired] == [4]
 
 
-def test_retired_checkpoints_go_with_their_files_but_for_those_that_others_share(parent):
+def test_retired_checkpoints_are_removed_with_all_files_that_others_do_not_share(parent):
     own = {c.iteration: object_name(c.files[0].artifact) for c in read_checkpoints(parent.store, "tiny-1")}
     shared = object_name(read_checkpoints(parent.store, "tiny-1")[0].files[1].artifact)
     before = parent.objects()
     assert [each.iteration for each in retire(parent.store, "tiny-1", LAST, HOUR)] == [2, 4, 6]
-    assert left(parent) == [0, 8]
+    assert iterations_left(parent) == [0, 8]
     assert before - parent.objects() == {own[2], own[4], own[6]}
     assert shared in parent.objects()
     assert list(parent.store.list("runs/tiny-1/retiring")) == []
@@ -101,17 +102,17 @@ def test_a_young_checkpoint_stays_whatever_the_policy(parent):
     parent.checkpoint("tiny-1", 10)
     parent.checkpoint("tiny-1", 12)
     retire(parent.store, "tiny-1", LAST, HOUR)
-    assert left(parent) == [0, 10, 12]
+    assert iterations_left(parent) == [0, 10, 12]
 
 
-def test_one_whose_iteration_is_not_committed_yet_neither_goes_nor_counts_as_the_newest(parent):
+def test_a_checkpoint_of_an_uncommitted_iteration_is_neither_retired_nor_counted_as_the_newest(parent):
     parent.checkpoint("tiny-1", 10)
     parent.make_all_old()
     retire(parent.store, "tiny-1", LAST, HOUR)
-    assert left(parent) == [0, 8, 10]
+    assert iterations_left(parent) == [0, 8, 10]
 
 
-def test_what_a_leg_recorded_that_lost_its_iteration_goes(parent):
+def test_a_checkpoint_of_a_leg_whose_commit_was_refused_is_retired(parent):
     parent.checkpoint("tiny-1", 8, weights="f" * 64)
     parent.make_all_old()
     retire(parent.store, "tiny-1", CheckpointConfig(keep_last=99), HOUR)
@@ -120,32 +121,32 @@ def test_what_a_leg_recorded_that_lost_its_iteration_goes(parent):
     ]
 
 
-def test_bytes_that_somebody_has_just_put_again_stay_though_their_record_goes(parent):
-    """A fork that made the same checkpoint has its files stored, and its record not yet."""
+def test_files_that_were_just_put_again_stay_though_their_record_is_retired(parent):
+    """A fork that made the same checkpoint has stored its files, but not its record yet."""
     again = read_checkpoints(parent.store, "tiny-1")[2].files[0].artifact
     parent.store.touch(again)
     retire(parent.store, "tiny-1", LAST, HOUR)
-    assert left(parent) == [0, 8]
+    assert iterations_left(parent) == [0, 8]
     assert object_name(again) in parent.objects()
 
 
-def test_files_that_a_checkpoint_of_another_run_names_stay(parent):
+def test_files_that_a_checkpoint_of_another_run_references_stay(parent):
     other = parent.open(name="other")
     parent.commit(other, 4)
     theirs = read_checkpoints(parent.store, "tiny-1")[2].model_copy(update={"weights_digest": weights_digest(other, 4)})
     record_checkpoint(parent.store, other, theirs)
     parent.make_all_old()
     retire(parent.store, "tiny-1", LAST, HOUR)
-    assert left(parent) == [0, 8]
+    assert iterations_left(parent) == [0, 8]
     assert {object_name(file.artifact) for file in theirs.files} <= parent.objects()
 
 
-def test_where_a_fork_left_and_who_teaches_stays(parent):
+def test_the_origins_of_forks_and_the_checkpoints_of_teachers_stay(parent):
     parent.open(name="child", forked_from={"run_id": "tiny-1", "iteration": 4})
     teachers = [{"kind": "run", "run_id": "tiny-1", "iteration": 6}]
     parent.open(name="pupil", algorithm={"kind": "distillation", "teachers": teachers})
     retire(parent.store, "tiny-1", LAST, HOUR)
-    assert left(parent) == [0, 4, 6, 8]
+    assert iterations_left(parent) == [0, 4, 6, 8]
 
 
 def test_a_fork_of_a_fork_may_need_the_grandparents_checkpoint(parent):
@@ -153,39 +154,39 @@ def test_a_fork_of_a_fork_may_need_the_grandparents_checkpoint(parent):
     parent.open(name="grandchild", forked_from={"run_id": "child-1", "iteration": 2})
     assert referenced_checkpoints(parent.store) == {CheckpointKey("tiny-1", 6), CheckpointKey("tiny-1", 2)}
     retire(parent.store, "tiny-1", LAST, HOUR)
-    assert left(parent) == [0, 2, 6, 8]
+    assert iterations_left(parent) == [0, 2, 6, 8]
 
 
-def test_a_fork_retires_its_own_and_never_its_parents(parent):
+def test_a_fork_retires_its_own_checkpoints_and_never_its_parents(parent):
     child = parent.open(name="child", forked_from={"run_id": "tiny-1", "iteration": 4})
     parent.commit(child, 10)
     for iteration in (6, 8, 10):
         parent.checkpoint(child, iteration)
     parent.make_all_old()
     assert [each.iteration for each in retire(parent.store, child, LAST, HOUR)] == [6, 8]
-    assert left(parent) == [0, 2, 4, 6, 8]
+    assert iterations_left(parent) == [0, 2, 4, 6, 8]
     assert [c.iteration for c in checkpoints_of(parent.store, read_chain(parent.store, child))] == [0, 2, 4, 10]
 
 
-def test_a_fork_opened_while_its_origin_is_being_marked_keeps_it(parent, monkeypatch):
-    """The config is stored after the first look into configs, and before the second."""
-    look, looks = retention.referenced_checkpoints, []
+def test_a_fork_opened_while_its_origin_gets_a_tombstone_keeps_the_origin(parent, monkeypatch):
+    """The config of the fork is stored after retention has read all configs once, and before it reads them again."""
+    read_references, reads = retention.referenced_checkpoints, []
 
-    def look_then_open(store):
-        if looks:
-            return look(store)
-        looks.append(look(store))
+    def read_then_open(store):
+        if reads:
+            return read_references(store)
+        reads.append(read_references(store))
         parent.open(name="child", forked_from={"run_id": "tiny-1", "iteration": 4})
-        return looks[0]
+        return reads[0]
 
-    monkeypatch.setattr(retention, "referenced_checkpoints", look_then_open)
+    monkeypatch.setattr(retention, "referenced_checkpoints", read_then_open)
     assert [each.iteration for each in retire(parent.store, "tiny-1", LAST, HOUR)] == [2, 6]
-    assert left(parent) == [0, 4, 8]
+    assert iterations_left(parent) == [0, 4, 8]
     assert checkpoint_iterations(parent.store, "tiny-1") == [0, 4, 8]
 
 
-def test_a_fork_that_finds_the_mark_once_it_is_opened_is_refused_and_leaves_nothing(parent, tmp_path):
-    """Its preflight was before the mark."""
+def test_a_fork_that_finds_a_tombstone_after_opening_is_refused_and_leaves_nothing(parent, tmp_path):
+    """The preflight of the fork ran before the tombstone was created."""
     config = tiny_config(tmp_path, iterations=9, name="child", forked_from={"run_id": "tiny-1", "iteration": 4})
     check_origins(config)
     parent.store.create(tombstone_name("tiny-1", read_checkpoints(parent.store, "tiny-1")[2]), b"")
@@ -195,8 +196,8 @@ def test_a_fork_that_finds_the_mark_once_it_is_opened_is_refused_and_leaves_noth
     assert referenced_checkpoints(parent.store) == set()
 
 
-def test_the_mark_of_one_that_was_killed_is_taken_away_or_acted_on(parent):
-    """Before its fork was opened it marked 4, which is now needed, and 6."""
+def test_the_tombstones_of_a_killed_process_are_removed_or_acted_on(parent):
+    """A killed process left tombstones on 4, the origin of a fork that was opened later, and on 6."""
     records = read_checkpoints(parent.store, "tiny-1")
     parent.open(name="child", forked_from={"run_id": "tiny-1", "iteration": 4})
     for record in records[2:4]:
@@ -206,11 +207,11 @@ def test_the_mark_of_one_that_was_killed_is_taken_away_or_acted_on(parent):
     assert checkpoint_iterations(parent.store, "tiny-1") == [0, 4, 8]
 
 
-def test_of_forks_opened_while_checkpoints_go_each_keeps_its_own_or_is_refused(parent, tmp_path):
-    """All at once, whatever the order: what a fork was given is there afterwards."""
+def test_a_fork_opened_during_retention_keeps_its_origin_or_is_refused(parent, tmp_path):
+    """Forks and retention run at once, in any order. The origin of every opened fork is there afterwards."""
     ready = threading.Barrier(5)
     opened: list[int] = []
-    went: list[CheckpointRef] = []
+    retired: list[CheckpointRef] = []
 
     def fork(iteration: int) -> None:
         config = tiny_config(
@@ -223,43 +224,43 @@ def test_of_forks_opened_while_checkpoints_go_each_keeps_its_own_or_is_refused(p
             return
         opened.append(iteration)
 
-    def go() -> None:
+    def run_retention() -> None:
         ready.wait()
-        went.extend(retire(parent.store, "tiny-1", LAST, HOUR))
+        retired.extend(retire(parent.store, "tiny-1", LAST, HOUR))
 
-    threads = [threading.Thread(target=go), *(threading.Thread(target=fork, args=(n,)) for n in (2, 4, 6, 8))]
+    threads = [threading.Thread(target=run_retention), *(threading.Thread(target=fork, args=(n,)) for n in (2, 4, 6, 8))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert set(left(parent)) == {0, 2, 4, 6, 8} - {each.iteration for each in went}
-    assert {0, 8, *opened} <= set(left(parent))
+    assert set(iterations_left(parent)) == {0, 2, 4, 6, 8} - {each.iteration for each in retired}
+    assert {0, 8, *opened} <= set(iterations_left(parent))
     for checkpoint in read_checkpoints(parent.store, "tiny-1"):
         for file in checkpoint.files:
             parent.store.get(file.artifact)
 
 
-def test_a_run_that_cannot_be_read_stops_retention_before_anything_goes(parent):
+def test_an_unreadable_run_stops_retention_before_anything_is_removed(parent):
     parent.open(name="other")
     parent.store.delete("runs/other-1/config.json")
     parent.store.create("runs/other-1/config.json", b"{")
     with pytest.raises(ArtifactDamaged, match="runs/other-1/config.json"):
         retire(parent.store, "tiny-1", LAST, HOUR)
-    assert left(parent) == [0, 2, 4, 6, 8]
+    assert iterations_left(parent) == [0, 2, 4, 6, 8]
 
 
-def test_a_run_goes_on_when_its_checkpoints_cannot_be_retired(parent, tmp_path, caplog):
+def test_a_run_continues_when_its_checkpoints_cannot_be_retired(parent, tmp_path, caplog):
     parent.open(name="other")
     parent.store.delete("runs/other-1/config.json")
     parent.store.create("runs/other-1/config.json", b"{")
     keeping = tiny_config(tmp_path, checkpoint={"every": 1, "keep_last": 1})
     Fleet(find_run(parent.store, "tiny-1"), keeping, tmp_path).retire_checkpoints()
     assert "checkpoints of tiny-1 could not be retired: store: runs/other-1/config.json" in caplog.text
-    assert left(parent) == [0, 2, 4, 6, 8]
+    assert iterations_left(parent) == [0, 2, 4, 6, 8]
 
 
-def test_a_fork_whose_origin_is_gone_all_the_same_stops_with_a_sentence(parent):
-    """Deleted by hand: the parent's first checkpoint is there, and must not be gone on from."""
+def test_a_fork_whose_origin_was_deleted_stops_with_a_sentence(parent):
+    """The origin was deleted by hand. The first checkpoint of the parent is there, and the fork must not resume from it."""
     child = parent.open(name="child", forked_from={"run_id": "tiny-1", "iteration": 4})
     chain, origin = read_chain(parent.store, child), ForkedFrom(run_id="tiny-1", iteration=4)
     check_origin_exists(parent.store, chain, origin)

@@ -1,4 +1,4 @@
-"""What roles do with user code that misbehaves, without a cluster."""
+"""Roles without a cluster: what the reward role makes of rewards that raise, return NaN or are unavailable."""
 
 import asyncio
 
@@ -21,25 +21,25 @@ async def not_a_number(problem: Problem, attempt: Trajectory) -> Score:
     return Score(float("nan"), False)
 
 
-@pytest.mark.parametrize(("reward", "says"), [(raising, "KeyError: 'no such column'"), (not_a_number, "it answered nan")])
-def test_a_reward_that_misbehaves_becomes_a_failure_and_never_a_score(tmp_path, reward, says):
+@pytest.mark.parametrize(("reward", "message"), [(raising, "KeyError: 'no such column'"), (not_a_number, "it answered nan")])
+def test_a_reward_that_misbehaves_becomes_a_failure_and_never_a_score(tmp_path, reward, message):
     role = RewardRole(tiny_config(tmp_path))
     role._reward = reward
-    (answer,) = asyncio.run(role.grade([(PROBLEM, trajectory(0, 0, None))]))
-    assert isinstance(answer, Failure)
-    assert says in answer.cause
+    (result,) = asyncio.run(role.grade([(PROBLEM, trajectory(0, 0, None))]))
+    assert isinstance(result, Failure)
+    assert message in result.cause
 
 
 class Judge:
-    """A reward behind a service that fails as often as told before it answers; `broken` is an item it never grades."""
+    """Reward behind a service: it raises each of `failures` once before it grades, and never grades the attempt `broken`."""
 
     def __init__(self, *failures: Exception, broken: int | None = None):
         self.failures = list(failures)
         self.broken = broken
-        self.asked: list[int] = []
+        self.calls: list[int] = []
 
     async def __call__(self, problem: Problem, attempt: Trajectory) -> Score:
-        self.asked.append(attempt.attempt)
+        self.calls.append(attempt.attempt)
         if attempt.attempt == self.broken:
             raise TimeoutError("no answer within 10 s")
         if self.failures:
@@ -53,22 +53,22 @@ def grade_with(judge: Judge, tmp_path, repeats: int = 3, count: int = 1) -> list
     return asyncio.run(role.grade([(PROBLEM, trajectory(0, attempt, None)) for attempt in range(count)]))
 
 
-def test_a_reward_that_is_unavailable_is_asked_again_until_it_grades(tmp_path):
+def test_an_unavailable_reward_is_called_again_until_it_grades(tmp_path):
     judge = Judge(ConnectionRefusedError(), RewardUnavailable("503"), TimeoutError())
     assert grade_with(judge, tmp_path, count=2) == [Score(0.5, False)] * 2
-    assert judge.asked == [0, 0, 0, 0, 1]
+    assert judge.calls == [0, 0, 0, 0, 1]
 
 
 @pytest.mark.parametrize("error", [RewardError("math", "p/1", "no number"), KeyError("x"), FileNotFoundError("tests/1")])
-def test_what_is_about_the_sample_is_not_asked_again(tmp_path, error):
+def test_a_reward_is_not_called_again_after_a_data_failure(tmp_path, error):
     judge = Judge(error)
-    answers = grade_with(judge, tmp_path, count=2)
-    assert isinstance(answers[0], Failure)
-    assert answers[1] == Score(0.5, False)
-    assert judge.asked == [0, 1]
+    results = grade_with(judge, tmp_path, count=2)
+    assert isinstance(results[0], Failure)
+    assert results[1] == Score(0.5, False)
+    assert judge.calls == [0, 1]
 
 
-def test_a_reward_that_stays_unavailable_says_so_and_grades_given_before_are_kept(tmp_path):
+def test_a_reward_that_stays_unavailable_is_reported_and_earlier_grades_are_kept(tmp_path):
     judge = Judge(broken=1)
     graded, unavailable, untried = grade_with(judge, tmp_path, repeats=2, count=3)
     assert graded == Score(0.5, False)
@@ -77,7 +77,7 @@ def test_a_reward_that_stays_unavailable_says_so_and_grades_given_before_are_kep
         "reward 'exact_match' was unavailable 3 times in a row (last: TimeoutError: no answer within 10 s)"
     )
     assert untried is unavailable
-    assert judge.asked == [0, 1, 1, 1]
+    assert judge.calls == [0, 1, 1, 1]
 
 
 def test_a_batch_without_a_grade_is_refused_and_one_with_a_single_grade_is_not():

@@ -1,5 +1,5 @@
-"""Defects of the system this one follows, each with a test that its formula or its habit would fail. Those of single
-functions are beside the functions' tests."""
+"""Defects of the original ROLL that must not come back: each test fails with the formula or behaviour of the original.
+Defects of single functions are tested in tests/unit/algorithms."""
 
 import asyncio
 from dataclasses import replace
@@ -40,7 +40,7 @@ def test_a_batch_that_does_not_divide_evenly_is_trained_on_once_and_never_copied
 
 @pytest.mark.parametrize("num_turns", [1, 3])
 def test_turns_do_not_multiply_optimizer_steps(tmp_path, num_turns):
-    # a sample per turn would give a schedule made for 2 steps an iteration three times as many
+    # one sample per turn would multiply the 2 optimizer steps of an iteration by the number of turns
     turns: list[Turn] = []
     for number in range(num_turns):
         seen = turns[-1].prompt_ids + turns[-1].completion_ids if turns else ()
@@ -53,7 +53,7 @@ def test_turns_do_not_multiply_optimizer_steps(tmp_path, num_turns):
 
 
 class ForgetfulGrader:
-    """Answers for all but the last, as a reward worker with a length bug did."""
+    """Grader that returns one result too few, as a reward worker with a length bug did."""
 
     name = "forgetful grader"
 
@@ -61,8 +61,8 @@ class ForgetfulGrader:
         return [None for _ in items[:-1]]
 
 
-def test_a_grader_that_answers_for_fewer_than_it_was_given_stops_the_stage():
-    """Pairing what there is would give trajectories the scores of others, or none."""
+def test_a_grader_that_returns_too_few_results_stops_the_stage():
+    """Pairing too few results with the trajectories would give trajectories the scores of others, or none."""
     scheduler = RolloutScheduler(
         RolloutConfig(num_groups=1, group_size=2, max_new_tokens=4),
         seed=0,

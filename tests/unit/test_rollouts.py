@@ -1,4 +1,4 @@
-"""Trajectories as Parquet, problems by seed, rewards, and the scheduler with engines and graders made for the test."""
+"""Trajectories as Parquet, problems by seed, rewards, journal, and the rollout scheduler with fake engines and graders."""
 
 import asyncio
 import importlib
@@ -87,7 +87,7 @@ def test_noisy_demonstrations_are_well_formed():
     assert sum(d.completion == d.problem.answer for d in demonstrations) < 20
 
 
-def test_more_held_out_problems_than_exist_is_one_sentence():
+def test_more_held_out_problems_than_exist_are_refused_in_one_sentence():
     with pytest.raises(UserError, match=r"evaluation.num_problems \(256\) is more than problems.digits=1 can give"):
         ArithmeticSource(ArithmeticProblems(digits=1), seed=0).held_out(256)
 
@@ -104,15 +104,15 @@ def test_jsonl_problems_come_in_a_seeded_order_once_per_pass(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [('{"prompt": "a"}', "line 1 of"), ("nonsense", "line 1 of"), ("", "holds no problems")]
+    ("text", "message"), [('{"prompt": "a"}', "line 1 of"), ("nonsense", "line 1 of"), ("", "holds no problems")]
 )
-def test_a_bad_jsonl_file_is_one_sentence(tmp_path, text, says):
+def test_a_bad_jsonl_file_is_refused_in_one_sentence(tmp_path, text, message):
     (tmp_path / "t.jsonl").write_text(text)
-    with pytest.raises(UserError, match=f"problems.train: .*{says}|problems.train: {says}"):
+    with pytest.raises(UserError, match=f"problems.train: .*{message}|problems.train: {message}"):
         JsonlSource(JsonlProblems(train=str(tmp_path / "t.jsonl"), held_out="x"), seed=0)
 
 
-def test_seeds_differ_by_place_and_are_stable():
+def test_derived_seeds_differ_by_purpose_and_index_and_are_stable():
     assert derive_seed(0, "collect", 4, 2) == derive_seed(0, "collect", 4, 2)
     assert len({derive_seed(0, "collect", i, j) for i in range(50) for j in range(50)}) == 2500
     assert derive_seed(0, "a") != derive_seed(1, "a")
@@ -120,6 +120,7 @@ def test_seeds_differ_by_place_and_are_stable():
 
 # -------------------------------------------------------------------------------------------------- rewards
 def grade(reward, text: str, answer: str) -> Score:
+    """Grade a trajectory whose text is `text`, for a problem with this expected answer."""
     answered = trajectory(0, 0, 0.0)
     answered = replace(answered, turns=(replace(answered.turns[0], text=text),))
     problem = Problem("p/1", "p", (Message(Speaker.USER, "?"),), answer)
@@ -151,7 +152,7 @@ def test_a_problem_that_cannot_be_graded_raises_instead_of_scoring_zero():
 # -------------------------------------------------------------------------------------------------- scheduler
 @dataclass
 class EchoEngine:
-    """Answers with the prompt, in an order of its own; `stuck` requests come back only when they are aborted."""
+    """Engine that returns prompts as completions, in reverse order; its first `stuck` requests end only when aborted."""
 
     name: str
     stuck: int = 0
@@ -174,7 +175,7 @@ class EchoEngine:
 
 
 class ExactGrader:
-    """Grades as the reward role does, and fails on attempts it is told to."""
+    """Grader like the reward role, except that it fails on attempt number `failing_attempt` of each group."""
 
     def __init__(self, failing_attempt: int | None = None):
         self.name = "grader"
@@ -230,17 +231,17 @@ def test_a_grader_that_fails_costs_that_trajectory_only():
     assert batch_metrics(trajectories, 3)["reward/mean"] == 0.5
 
 
-def test_a_filter_of_the_users_decides_which_groups_are_trained_on(their_module):
+def test_a_filter_of_the_user_decides_which_groups_are_trained_on(their_module):
     their_module("asked = []\ndef every_other(rewards):\n    asked.append(rewards)\n    return len(asked) % 2 == 0\n")
     keep = GroupFilter(predicate="their_filters:every_other")
     batch = asyncio.run(scheduler([EchoEngine("a")], group_filter=keep).collect(REQUEST, 5.0))
     outcomes = batch.draws.outcomes
     assert sorted(outcomes) == sorted("tf" * 4)
-    assert [t.group for t in batch.trajectories[::3]] == [place for place, letter in enumerate(outcomes) if letter == "t"]
+    assert [t.group for t in batch.trajectories[::3]] == [group for group, letter in enumerate(outcomes) if letter == "t"]
     assert importlib.import_module("their_filters").asked == [[0.5] * 3] * 8
 
 
-def test_a_filter_of_the_users_that_raises_ends_the_stage_with_its_name_and_the_rewards(their_module):
+def test_a_filter_of_the_user_that_raises_ends_the_stage_with_its_name_and_the_rewards(their_module):
     their_module("def broken(rewards):\n    return rewards[7]\n")
     failing = scheduler([EchoEngine("a")], group_filter=GroupFilter(predicate="their_filters:broken"))
     with pytest.raises(
@@ -250,7 +251,7 @@ def test_a_filter_of_the_users_that_raises_ends_the_stage_with_its_name_and_the_
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("their_filters.keep", "'their_filters.keep' must be written like package.module:function"),
         ("no_such_module:keep", "no_such_module cannot be imported .* put its folder on PYTHONPATH"),
@@ -258,15 +259,15 @@ def test_a_filter_of_the_users_that_raises_ends_the_stage_with_its_name_and_the_
         ("their_filters:number", "their_filters has no function 'number'"),
     ],
 )
-def test_a_filter_of_the_users_that_cannot_be_found_is_one_sentence(their_module, name, says):
+def test_a_filter_of_the_user_that_cannot_be_found_is_refused_in_one_sentence(their_module, name, message):
     their_module("number = 1\n")
-    with pytest.raises(UserError, match=f"^rollout.filter.predicate: {says}"):
+    with pytest.raises(UserError, match=f"^rollout.filter.predicate: {message}"):
         build_filter(GroupFilter(predicate=name))
 
 
 @pytest.fixture
 def their_module(tmp_path, monkeypatch) -> Iterator[Callable[[str], object]]:
-    """Write a module as a user would bring it."""
+    """Function that writes the module `their_filters`, as a user would bring it."""
     monkeypatch.syspath_prepend(tmp_path)
     yield (tmp_path / "their_filters.py").write_text
     sys.modules.pop("their_filters", None)
@@ -278,10 +279,10 @@ def test_a_deadline_names_the_engine_that_is_late():
         asyncio.run(scheduler(engines).collect(REQUEST, 0.2))
 
 
-# -------------------------------------------------------------------------------------------------- what failed is not lost
+# -------------------------------------------------------------------------------------------------- after a failed collect
 @dataclass
 class DyingEngine(EchoEngine):
-    """Dies after some completions, while the other engines are still at work."""
+    """Engine that dies after `completes` completions, while the other engines still generate."""
 
     completes: int = 2
 
@@ -294,8 +295,8 @@ class DyingEngine(EchoEngine):
             yield completions
 
 
-class AbsentGrader(ExactGrader):
-    """Grades as many trajectories as it is told to; then its service is away."""
+class OutageGrader(ExactGrader):
+    """Grader whose service is unavailable after `grades` trajectories."""
 
     def __init__(self, grades: int = 0):
         super().__init__()
@@ -308,16 +309,17 @@ class AbsentGrader(ExactGrader):
 
 
 def uninterrupted() -> bytes:
+    """Trajectories of a collect in which nothing fails, as Parquet."""
     return encode_trajectories(asyncio.run(scheduler([EchoEngine("a")]).collect(REQUEST, 5.0)).trajectories)
 
 
 def journal() -> Journal:
-    """In a store of its own."""
+    """Empty journal in a store of its own."""
     return Journal(ObjectStore(f"memory://{uuid.uuid4().hex}"), "run-1", seconds=0.0)
 
 
-def fail(kept: Journal, failing: RolloutScheduler, error: type[Exception], deadline_s: float = 5.0) -> None:
-    """A collect that fails, as the scheduler's role would see it."""
+def fail_collect(kept: Journal, failing: RolloutScheduler, error: type[Exception], deadline_s: float = 5.0) -> None:
+    """Run a collect that must fail, then write its finished trajectories to the journal, as the scheduler's role does."""
 
     async def collect() -> None:
         with pytest.raises(error):
@@ -328,34 +330,34 @@ def fail(kept: Journal, failing: RolloutScheduler, error: type[Exception], deadl
 
 
 def collect_again(kept: Journal, grader: ExactGrader | None = None) -> tuple[bytes, int]:
-    """The bytes the next collect of the request leads to, and how many attempts it generated for them."""
+    """Collect the request again; return its trajectories as Parquet and the number of attempts it generated."""
     engine = EchoEngine("again")
     again = scheduler([engine], *([grader] if grader else []), finished=kept.read())
     return encode_trajectories(asyncio.run(again.collect(REQUEST, 5.0)).trajectories), len(engine.seen)
 
 
-def test_a_reward_that_went_away_costs_no_generation():
-    fail(kept := journal(), scheduler([EchoEngine("a"), EchoEngine("b")], AbsentGrader(grades=5)), RewardUnavailable)
-    grader = AbsentGrader(grades=7)  # what is left
+def test_an_unavailable_reward_costs_no_generation():
+    fail_collect(kept := journal(), scheduler([EchoEngine("a"), EchoEngine("b")], OutageGrader(grades=5)), RewardUnavailable)
+    grader = OutageGrader(grades=7)  # the remaining trajectories
     assert collect_again(kept, grader) == (uninterrupted(), 0)
 
 
-def test_grades_that_were_given_are_not_asked_for_again():
-    fail(kept := journal(), scheduler([EchoEngine("a")], AbsentGrader(grades=5)), RewardUnavailable)
+def test_grades_from_before_a_failure_are_kept():
+    fail_collect(kept := journal(), scheduler([EchoEngine("a")], OutageGrader(grades=5)), RewardUnavailable)
     assert sum(t.score is not None for t in kept.read().values()) == 5
     assert len(kept.read()) == 12
 
 
-def test_an_engine_that_died_is_replaced_by_the_others_and_nothing_changes_by_that():
-    """Two of its six attempts were finished; the other engine makes the rest beside its own."""
+def test_other_engines_take_the_attempts_of_a_dead_one_and_the_result_is_the_same():
+    """The dead engine finished two of its six attempts. The other engine generates the rest beside its own."""
     other = EchoEngine("b")
     trajectories = asyncio.run(scheduler([DyingEngine("a"), other]).collect(REQUEST, 5.0)).trajectories
     assert encode_trajectories(trajectories) == uninterrupted()
     assert len(other.seen) == 6 + 4
 
 
-def test_the_last_engine_to_die_costs_only_what_it_had_not_finished():
-    """Two of the six attempts of the first, two of the ten that the second then had."""
+def test_the_death_of_the_last_engine_costs_only_unfinished_attempts():
+    """The first engine finishes two of its six attempts, the second two of the ten that it then has."""
     both = scheduler([DyingEngine("a"), DyingEngine("b")])
     with pytest.raises(RoleDied, match="a died while generating; b died while generating; none is left"):
         asyncio.run(both.collect(REQUEST, 5.0))
@@ -364,7 +366,7 @@ def test_the_last_engine_to_die_costs_only_what_it_had_not_finished():
     assert (encode_trajectories(rollout.trajectories), len(again.seen)) == (uninterrupted(), 8)
 
 
-def test_the_dead_stay_dead_for_later_stages():
+def test_a_dead_engine_gets_no_requests_in_later_stages():
     dying, other = DyingEngine("a"), EchoEngine("b")
     both = scheduler([dying, other])
 
@@ -381,7 +383,7 @@ class DyingGrader(ExactGrader):
         raise RoleDied(f"{self.name} died while grading")
 
 
-def test_what_a_dead_grader_had_is_graded_by_the_others():
+def test_the_trajectories_of_a_dead_grader_are_graded_by_the_others():
     dying = DyingGrader()
     dying.name = "dying grader"
     batch = asyncio.run(scheduler([EchoEngine("a")], dying, ExactGrader()).collect(REQUEST, 5.0))
@@ -390,30 +392,31 @@ def test_what_a_dead_grader_had_is_graded_by_the_others():
         asyncio.run(scheduler([EchoEngine("a")], dying).collect(REQUEST, 5.0))
 
 
-def test_a_deadline_costs_only_what_was_not_finished():
-    fail(kept := journal(), scheduler([EchoEngine("a", stuck=3)]), DeadlineExceeded, deadline_s=0.2)
+def test_a_missed_deadline_costs_only_unfinished_attempts():
+    fail_collect(kept := journal(), scheduler([EchoEngine("a", stuck=3)]), DeadlineExceeded, deadline_s=0.2)
     assert collect_again(kept) == (uninterrupted(), 3)
 
 
 def keep(kept: Journal, *trajectories: Trajectory) -> None:
+    """Write trajectories to the journal."""
     asyncio.run(kept.keep(trajectories))
 
 
-def test_failed_grades_are_tried_again_and_aborted_attempts_made_again():
+def test_the_journal_keeps_failed_grades_as_ungraded_and_drops_aborted_attempts():
     kept = journal()
     aborted = replace(trajectory(0, 1, None), ending=Ending.ABORTED, failure=Failure("generate", "aborted"))
     keep(kept, trajectory(0, 0, None), aborted, trajectory(0, 2, 0.5))
     assert kept.read() == {(0, 0): replace(trajectory(0, 0, None), failure=None), (0, 2): trajectory(0, 2, 0.5)}
 
 
-def test_of_what_was_kept_twice_the_graded_one_counts():
+def test_if_the_journal_has_an_attempt_twice_the_graded_one_counts():
     kept = journal()
     for score in (0.5, None):
         keep(kept, replace(trajectory(4, 0, score), failure=None))
     assert kept.read() == {(4, 0): trajectory(4, 0, 0.5)}
 
 
-def test_what_is_added_is_kept_within_some_seconds_unless_a_batch_has_it_by_then():
+def test_an_added_trajectory_is_journaled_within_some_seconds_unless_a_batch_has_it_by_then():
     async def add(kept: Journal) -> None:
         for number in (3, 4):
             kept.add(trajectory(number, 0, 0.5))
@@ -425,7 +428,7 @@ def test_what_is_added_is_kept_within_some_seconds_unless_a_batch_has_it_by_then
     assert set(kept.read()) == {(4, 0)}
 
 
-def test_what_a_committed_iteration_used_up_is_forgotten():
+def test_the_journal_forgets_trajectories_that_a_committed_iteration_used():
     kept = journal()
     keep(kept, trajectory(3, 0, 0.5), trajectory(4, 0, 0.5))
     keep(kept, trajectory(5, 0, 0.5))
@@ -433,9 +436,9 @@ def test_what_a_committed_iteration_used_up_is_forgotten():
     assert set(kept.read()) == {(5, 0)}
 
 
-def test_what_is_kept_is_used_only_by_weights_that_may_have_made_it():
-    """The engine's tokens are of version 3, as the request's; those of a version that was never committed are made again."""
-    fail(kept := journal(), scheduler([EchoEngine("a")], AbsentGrader()), RewardUnavailable)
+def test_journaled_trajectories_are_used_only_with_weights_that_may_have_generated_them():
+    """The engine's tokens are of version 3, like the request's. For other versions all attempts are generated again."""
+    fail_collect(kept := journal(), scheduler([EchoEngine("a")], OutageGrader()), RewardUnavailable)
     for version in (2, 4):
         engine = EchoEngine("again")
         again = scheduler([engine], finished=kept.read())
@@ -443,23 +446,23 @@ def test_what_is_kept_is_used_only_by_weights_that_may_have_made_it():
         assert len(engine.seen) == 12
 
 
-def test_what_was_graded_in_one_call_has_the_same_times_in_the_trace():
-    """By the clock of the world, which goes on between two answers: a fit tells calls apart by their times."""
+def test_attempts_that_were_graded_in_one_call_have_the_same_times_in_the_trace():
+    """The simulator's fit tells calls of a grader apart by their times, and the wall clock advances between two results."""
     trace = asyncio.run(scheduler([EchoEngine("a")]).collect(REQUEST, 5.0)).trace
     assert len(trace) == 12
     assert len({(attempt.grading_at, attempt.graded_at) for attempt in trace}) == 1
 
 
-def test_a_new_leg_forgets_what_was_made_by_weights_that_were_never_committed():
-    """The engine's tokens are of version 3."""
-    fail(kept := journal(), scheduler([EchoEngine("a")], AbsentGrader()), RewardUnavailable)
+def test_a_new_leg_drops_trajectories_of_weights_that_were_never_committed():
+    """The tokens of the engine are of version 3."""
+    fail_collect(kept := journal(), scheduler([EchoEngine("a")], OutageGrader()), RewardUnavailable)
     leg = scheduler([EchoEngine("b")], finished=kept.read())
     assert (leg.drop_newer_than(3), leg.drop_newer_than(2), leg.finished) == (0, 12, {})
     asyncio.run(kept.rewrite(leg.finished.values()))
     assert kept.read() == {}
 
 
-def test_what_is_generated_is_kept_before_it_is_graded():
+def test_a_trajectory_is_journaled_before_it_is_graded():
     kept: list[Trajectory] = []
     whole = scheduler([EchoEngine("a")])
     whole._keep = kept.append
@@ -468,17 +471,17 @@ def test_what_is_generated_is_kept_before_it_is_graded():
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:80] + b"?" + data[81:], lambda data: b""])
-def test_a_damaged_part_is_as_good_as_none(tmp_path, damage):
+def test_a_damaged_part_of_the_journal_is_ignored(tmp_path, damage):
     kept = Journal(ObjectStore(f"file://{tmp_path}"), "run-1", seconds=0.0)
-    fail(kept, scheduler([EchoEngine("a")], AbsentGrader()), RewardUnavailable)
+    fail_collect(kept, scheduler([EchoEngine("a")], OutageGrader()), RewardUnavailable)
     (file,) = (tmp_path / "runs/run-1/unfinished").iterdir()
     file.write_bytes(damage(file.read_bytes()))
     assert collect_again(kept) == (uninterrupted(), 12)
 
 
-def test_a_store_that_cannot_be_written_does_not_hide_what_failed(tmp_path):
+def test_an_unwritable_store_does_not_hide_the_failure(tmp_path):
     (tmp_path / "runs").write_text("in the way")
-    fail(Journal(ObjectStore(f"file://{tmp_path}"), "run-1", 0.0), scheduler([DyingEngine("a")]), RoleDied)
+    fail_collect(Journal(ObjectStore(f"file://{tmp_path}"), "run-1", 0.0), scheduler([DyingEngine("a")]), RoleDied)
 
 
 def test_evaluation_is_one_greedy_attempt_at_each_held_out_problem():
@@ -504,11 +507,11 @@ def test_metrics_of_a_batch_by_hand():
     assert found["response/mean_tokens"] == 3.5
     assert found["rollout/staleness_max"] == 2.0
     assert found["rollout/failed"] == 1.0
-    assert found["problem/quarantined"] == 1.0  # nobody could grade group 2
-    assert accuracy(batch) == 0.25  # of the four that were graded
+    assert found["problem/quarantined"] == 1.0  # group 2 has no grade
+    assert accuracy(batch) == 0.25  # one of the four graded trajectories
 
 
-def test_staleness_is_told_by_share_of_tokens_and_lengths_by_their_tail():
+def test_staleness_is_reported_by_share_of_tokens_and_lengths_by_percentiles():
     batch = [trajectory(0, 0, 1.0), trajectory(0, 1, 0.0, completion=5)]
     versions = (2, 2, 1, 0, 0)
     batch[1] = replace(batch[1], turns=(replace(batch[1].turns[0], weights_versions=versions),))
@@ -521,7 +524,7 @@ def test_staleness_is_told_by_share_of_tokens_and_lengths_by_their_tail():
     assert (found["response/p50_tokens"], found["response/p99_tokens"]) == (5.0, 5.0)
 
 
-def test_a_meter_tells_mean_peak_and_share_of_the_time_since_it_was_read():
+def test_a_meter_reports_mean_peak_and_busy_share_since_it_was_read():
     meter = Meter(now=0.0)
     meter.set(4, now=1.0)
     meter.set(1, now=2.0)

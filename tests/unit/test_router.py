@@ -1,4 +1,4 @@
-"""Routing of requests: load, prefix affinity, room, suspended engines, whole groups."""
+"""Routing of requests: load, prefix affinity, limits of slots and cache, suspended engines."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,8 +11,8 @@ from roll_core.types.trajectory import Ending
 
 
 @dataclass
-class OnDemand:
-    """Ends a request when it is told to."""
+class ManualEngine:
+    """Engine that returns a completion when the test puts it into `ended`."""
 
     name: str
     ended: asyncio.Queue[Completion] = field(default_factory=asyncio.Queue)
@@ -30,15 +30,15 @@ def request(group: int, number: int, prompt_tokens: int = 1) -> GenerationReques
 
 def router(*names: str, slots: int = 64, **settings: object) -> Router:
     config = RolloutConfig(slots_per_engine=slots, **settings)
-    return Router([OnDemand(name) for name in names], config, DeadRoles(), lambda event: None)
+    return Router([ManualEngine(name) for name in names], config, DeadRoles(), lambda event: None)
 
 
 def routed(among: Router, group: int, count: int, first: int = 0) -> list[str | None]:
-    """The engines that attempts of a group are given to."""
+    """Names of the engines that get the attempts of a group; None where no engine has a free slot."""
     return [among.assign(group, request(group, number)) for number in range(first, first + count)]
 
 
-def test_a_group_stays_with_one_engine_and_the_next_goes_to_the_one_with_less_to_do():
+def test_a_group_stays_with_one_engine_and_the_next_goes_to_the_least_loaded():
     two = router("a", "b")
     assert routed(two, group=0, count=8) == ["a"] * 8
     assert routed(two, group=1, count=4) == ["b"] * 4
@@ -46,12 +46,12 @@ def test_a_group_stays_with_one_engine_and_the_next_goes_to_the_one_with_less_to
     assert routed(two, group=0, count=1, first=8) == ["a"]
 
 
-def test_a_group_leaves_an_engine_that_is_well_behind():
+def test_a_group_leaves_an_engine_that_has_much_more_load():
     two = router("a", "b", slots=8)  # a quarter of 8 slots is the margin
     assert routed(two, group=0, count=5) == ["a", "a", "a", "b", "b"]
 
 
-def test_engines_get_no_more_than_they_have_room_for():
+def test_engines_get_slightly_more_requests_than_they_have_slots():
     one = router("a", slots=4)
     assert routed(one, group=0, count=6) == ["a"] * 5 + [None]
 
@@ -60,7 +60,7 @@ def test_engines_get_no_more_tokens_than_their_cache_holds():
     """Each request may become 5 tokens long."""
     one = router("a", tokens_per_engine=12)
     assert routed(one, group=0, count=4) == ["a"] * 3 + [None]
-    assert routed(router("a", tokens_per_engine=1), group=0, count=2) == ["a", None]  # one goes always
+    assert routed(router("a", tokens_per_engine=1), group=0, count=2) == ["a", None]  # an idle engine always gets one
 
 
 def test_an_engine_that_was_suspended_gets_nothing_until_it_is_resumed():
@@ -75,7 +75,7 @@ def test_an_engine_that_was_suspended_gets_nothing_until_it_is_resumed():
 
 def test_attempts_come_back_as_they_finish():
     async def emitted() -> list[list[str]]:
-        engine, events = OnDemand("a"), []
+        engine, events = ManualEngine("a"), []
 
         def emit(event: RolloutEvent) -> None:
             assert isinstance(event, Completed)

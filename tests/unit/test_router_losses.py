@@ -1,4 +1,4 @@
-"""The losses of routers, by hand: what they come to, and which gradients they give."""
+"""Losses of routers: values and gradients worked by hand."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.support import random_samples
 
 CHOSEN = torch.tensor([[1, 1, 0], [1, 0, 1], [1, 0, 1], [0, 1, 1]])
 WEIGHTS = torch.tensor([0.25, 0.0, 0.5, 0.25])
-SHARES = torch.tensor([0.75, 0.5, 0.75]) / 2  # by weight, of two choices each
+SHARES = torch.tensor([0.75, 0.5, 0.75]) / 2  # weighted share of the choices that each expert gets; every token chooses two
 
 
 def losses(balance: float, z: float) -> RouterLosses:
@@ -25,6 +25,7 @@ def logits() -> Tensor:
 
 
 def gradient(found: RouterLosses, logits_tE: Tensor, rows: slice) -> Tensor:
+    """Gradient of the losses of some tokens with respect to all logits; the gates keep their own gradient."""
     gates = torch.zeros(len(logits_tE[rows])).requires_grad_()
     attached = found.attach(0, gates, logits_tE[rows], CHOSEN[rows], WEIGHTS[rows])
     assert torch.equal(attached, gates)
@@ -34,17 +35,17 @@ def gradient(found: RouterLosses, logits_tE: Tensor, rows: slice) -> Tensor:
     return torch.zeros_like(logits_tE) if taken is None else taken
 
 
-def test_values_are_those_of_the_step():
+def test_metrics_are_the_losses_over_all_micro_batches_of_a_step():
     found, logits_tE = losses(0.1, 0.1), logits()
     for rows in (slice(0, 1), slice(1, 4)):
         gradient(found, logits_tE, rows)
     balance = 3 * (SHARES * (WEIGHTS @ logits_tE.softmax(dim=1))).sum()
     z = WEIGHTS @ logits_tE.logsumexp(dim=1).square()
     assert found.metrics() == pytest.approx({"experts/balance_loss": balance.item(), "experts/z_loss": z.item()})
-    assert found.metrics() == {}  # of no tokens
+    assert found.metrics() == {}  # no tokens since the last call
 
 
-def test_gradients_of_a_step_take_the_shares_of_the_step_before_and_add_up_however_it_is_cut():
+def test_gradients_of_a_step_use_the_shares_of_the_step_before_and_add_up_over_micro_batches():
     found, logits_tE = losses(0.3, 0.0), logits()
     assert not gradient(found, logits_tE, slice(0, 4)).any()  # the first step
     found.metrics()
@@ -59,7 +60,7 @@ def test_the_z_loss_has_gradients_from_the_first_step_on():
     torch.testing.assert_close(gradient(found, logits_tE, slice(0, 4)), wanted)
 
 
-def test_shares_are_part_of_a_checkpoint_and_none_is_one_too(tmp_path):
+def test_shares_survive_a_checkpoint_and_a_checkpoint_may_have_none(tmp_path):
     found, logits_tE = losses(0.3, 0.0), logits()
     assert write_shares(found.shares, tmp_path) == []
     gradient(found, logits_tE, slice(0, 4))
@@ -72,7 +73,7 @@ def test_shares_are_part_of_a_checkpoint_and_none_is_one_too(tmp_path):
     assert not gradient(another, logits_tE, slice(0, 4)).any()
 
 
-def test_nothing_is_rounded_where_a_models_arithmetic_is():
+def test_router_losses_are_not_rounded_under_autocast():
     plain, rounded, logits_tE = losses(0.3, 0.3), losses(0.3, 0.3), logits()
     gradient(plain, logits_tE, slice(0, 4))
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Records of which experts tokens went to: how they are kept, put together, stored, and laid beside packed tokens."""
+"""Routing records (the experts that each token went to): encoding, merging, storage, and alignment with packed tokens."""
 
 import random
 
@@ -20,23 +20,23 @@ LAYERS, CHOSEN = 3, 2
 
 
 def numbered(num_tokens: int, first: int = 0) -> np.ndarray:
-    """Token by token numbers that nobody else has."""
+    """Expert numbers for `num_tokens` tokens, all different, from `first` on."""
     return np.arange(first, first + num_tokens * LAYERS * CHOSEN, dtype=np.int16).reshape(num_tokens, -1)
 
 
 @pytest.mark.parametrize(("num_experts", "width"), [(8, 1), (255, 1), (256, 2), (1000, 2)])
-def test_numbers_come_back_in_as_few_bytes_as_will_do(num_experts, width):
+def test_expert_numbers_survive_in_as_few_bytes_as_possible(num_experts, width):
     experts_tC = np.array([[0, num_experts - 1], [NOT_RECORDED, 3]], dtype=np.int16)
     kept = RoutedExperts.from_array(experts_tC, num_experts)
     assert (len(kept.numbers), kept.num_tokens) == (4 * width, 2)
     assert np.array_equal(kept.as_array(), experts_tC)
 
 
-def test_what_was_known_of_a_contexts_beginning_stays():
+def test_merging_keeps_the_earlier_record_of_the_beginning_of_a_context():
     first, longer = RoutedExperts.from_array(numbered(2), 100), RoutedExperts.from_array(numbered(5, first=50), 100)
-    together = merge_routing(first, longer)
-    assert together is not None
-    assert np.array_equal(together.as_array(), np.concatenate([numbered(2), numbered(5, first=50)[2:]]))
+    merged = merge_routing(first, longer)
+    assert merged is not None
+    assert np.array_equal(merged.as_array(), np.concatenate([numbered(2), numbered(5, first=50)[2:]]))
     assert merge_routing(longer, first) == longer
     assert (merge_routing(None, first), merge_routing(first, None), merge_routing(None, None)) == (first, first, None)
 
@@ -49,7 +49,7 @@ def trajectory(*turns: Turn) -> Trajectory:
     return Trajectory("sort/train/0", "sort", 0, 0, turns, Ending.STOP, Score(1.0, True), None)
 
 
-def test_records_are_stored_with_the_trajectories():
+def test_routing_records_are_stored_with_the_trajectories():
     recorded = [
         trajectory(turn((2, 3), (4, 5), RoutedExperts.from_array(numbered(3), 100))),
         trajectory(turn((2, 3), (4,), None)),
@@ -57,17 +57,18 @@ def test_records_are_stored_with_the_trajectories():
     assert decode_trajectories(encode_trajectories(recorded)) == recorded
 
 
-def test_later_turns_say_where_the_last_token_of_an_earlier_one_went():
+def test_a_later_turn_records_the_experts_of_the_last_token_of_an_earlier_one():
     first = turn((2, 3), (4, 5), RoutedExperts.from_array(numbered(3), 200))
     second = turn((2, 3, 4, 5, 6), (7, 8), RoutedExperts.from_array(numbered(6, first=100), 200))
     (sample,) = build_batch([trajectory(first, second)]).samples
     assert sample.experts is not None
-    assert sample.experts.num_tokens == sample.num_tokens - 1  # nobody has computed the last one
+    assert sample.experts.num_tokens == sample.num_tokens - 1  # no engine has computed the last token
     assert np.array_equal(sample.experts.as_array(), np.concatenate([numbered(3), numbered(6, first=100)[3:]]))
 
 
 def recorded_samples(count: int) -> list[Sample]:
-    """Records of all tokens but the last, which depend on nothing but the tokens before; every second group has none."""
+    """Random samples with records of all tokens but the last; a record depends on the tokens before it alone. Every second
+    group has none."""
     return [
         Sample(each.token_ids, each.trained, recorded(each.token_ids[:-1]) if number // 3 % 2 == 0 else None)
         for number, each in enumerate(random_samples(count))
@@ -75,12 +76,13 @@ def recorded_samples(count: int) -> list[Sample]:
 
 
 def recorded(token_ids: tuple[int, ...]) -> RoutedExperts:
-    drawn = [random.Random(hash(token_ids[: place + 1])).choices(range(200), k=6) for place in range(len(token_ids))]
+    """Routing record in which the experts of a token depend on the tokens up to it alone."""
+    drawn = [random.Random(hash(token_ids[: position + 1])).choices(range(200), k=6) for position in range(len(token_ids))]
     return RoutedExperts.from_array(np.array(drawn, dtype=np.int16), 200)
 
 
 @pytest.mark.parametrize("packing", Packing)
-def test_records_lie_beside_their_tokens_however_rows_are_packed(packing):
+def test_routing_records_are_aligned_with_their_tokens_however_rows_are_packed(packing):
     samples, found = recorded_samples(12), 0
     for part in cut(samples, PackingLimits(60, 30, packing, width_multiple=8)):
         notes_tC = part.routing_notes().flatten(0, 1)[:, 1:]
@@ -88,23 +90,23 @@ def test_records_lie_beside_their_tokens_however_rows_are_packed(packing):
         for sequence, end in zip(part.sample_S.tolist(), part.ends_S.tolist(), strict=True):
             sample = samples[sequence]
             after_prompt = sample.num_tokens - sample.num_prompt_tokens
-            mine = notes_tC[end - after_prompt + 1 : end + 1]
+            completion_tC = notes_tC[end - after_prompt + 1 : end + 1]
             if sample.experts is None:
-                assert (mine == NOT_RECORDED).all()
+                assert (completion_tC == NOT_RECORDED).all()
                 continue
-            assert torch.equal(mine[:-1], torch.from_numpy(sample.experts.as_array()[sample.num_prompt_tokens :]))
-            assert (mine[-1] == NOT_RECORDED).all()
-            first = part.predicted_by_N[part.token_index_N.tolist().index(_first_place(samples, sequence))]
+            assert torch.equal(completion_tC[:-1], torch.from_numpy(sample.experts.as_array()[sample.num_prompt_tokens :]))
+            assert (completion_tC[-1] == NOT_RECORDED).all()
+            first = part.predicted_by_N[part.token_index_N.tolist().index(_first_trained_token(samples, sequence))]
             assert notes_tC[first].tolist() == sample.experts.as_array()[sample.num_prompt_tokens - 1].tolist()
             found += 1
     assert found == 6
 
 
-def _first_place(samples: list[Sample], number: int) -> int:
+def _first_trained_token(samples: list[Sample], number: int) -> int:
     return sum(sample.num_trained_tokens for sample in samples[:number])
 
 
-def test_nothing_is_laid_beside_tokens_of_which_nothing_is_known():
+def test_tokens_without_routing_records_have_no_routing_notes():
     for part in cut(random_samples(6), PackingLimits(60, 30, Packing.ROWS)):
         assert part.experts_RTC is None
         assert part.routing_notes().shape[2] == 1

@@ -42,6 +42,7 @@ def store(tmp_path) -> ObjectStore:
 
 
 def commit_chain(store: ObjectStore, length: int) -> list[Manifest]:
+    """Commit iterations 0 to `length` - 1 of tiny-1; return their manifests."""
     chain: list[Manifest] = []
     for iteration in range(length):
         chain.append(manifest(iteration, record_digest(chain[-1]) if chain else NO_PARENT, accuracy=iteration / 10))
@@ -61,7 +62,7 @@ def test_a_run_is_found_with_the_config_it_was_opened_with(store, tmp_path):
     assert read_config(opened) == config
 
 
-def test_an_unknown_run_is_answered_with_those_there_are(store, tmp_path):
+def test_an_unknown_run_is_refused_with_the_runs_there_are(store, tmp_path):
     open_run(store, tiny_config(tmp_path))
     with pytest.raises(UserError, match="there is no run 'tiny-9' in .*; runs there: tiny-1"):
         find_run(store, "tiny-9")
@@ -95,6 +96,7 @@ def test_a_manifest_that_names_another_parent_is_an_error_that_names_it(store):
 
 
 def replace(store: ObjectStore, name: str, data: bytes) -> None:
+    """Overwrite a record, which the store itself never does."""
     store.delete(name)
     store.create(name, data)
 
@@ -139,7 +141,7 @@ def test_without_its_newest_manifest_a_run_ends_where_it_was_before_that_commit(
     assert read_chain(store, "tiny-1") == chain[:2]
 
 
-def test_manifests_in_each_others_place_are_noticed(store):
+def test_swapped_manifests_are_noticed(store):
     commit_chain(store, 3)
     first, second = store.read(manifest_name(1)), store.read(manifest_name(2))
     replace(store, manifest_name(1), second)
@@ -175,7 +177,7 @@ def test_a_metric_that_is_not_a_number_can_be_read_back(store):
     assert found.metrics["x"] != found.metrics["x"]
 
 
-def test_an_iteration_happens_once(store):
+def test_an_iteration_is_committed_once(store):
     first = commit_chain(store, 1)[0]
     with pytest.raises(IterationTaken, match="iteration 0 of tiny-1 was committed by another leg"):
         commit(store, manifest(0, NO_PARENT, accuracy=0.9))
@@ -195,8 +197,8 @@ def test_a_manifest_without_its_seal_is_refused(store):
         read_chain(store, "tiny-1")
 
 
-def test_a_chain_written_before_a_field_existed_is_whole_today(store):
-    """Parents were named by the digest of their bytes, in which the field is not."""
+def test_a_chain_written_before_a_field_existed_is_still_valid(store):
+    """A manifest names the digest of its parent's bytes, and the field is not in those bytes."""
     first = {k: v for k, v in json.loads(manifest(0, NO_PARENT).model_dump_json()).items() if k != "code"}
     first_json = json.dumps(first, separators=(",", ":")).encode()
     second = first | {"iteration": 1, "parent": hashlib.sha256(first_json).hexdigest()}

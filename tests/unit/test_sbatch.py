@@ -1,10 +1,11 @@
-"""The scripts that carry a run without a flow, printed where there is no SLURM."""
+"""Batch scripts that run legs without a flow: `roll sbatch` prints them, also on a machine without SLURM."""
 
 from flows import cli
 from tests.support import ROOT
 
 
 def printed(capsys, *arguments: str) -> list[str]:
+    """Lines that a successful command prints."""
     assert cli.main(arguments) == 0
     return capsys.readouterr().out.splitlines()
 
@@ -42,7 +43,7 @@ def test_a_script_asks_for_what_the_config_says(capsys):
     assert f"{ROOT}/configs/runs/qwen3-moe-30b.yaml --set legs.launcher.account=lab" in command
 
 
-def test_both_scripts_chain_themselves_alike(capsys):
+def test_the_printed_and_the_shipped_script_requeue_themselves_alike(capsys):
     lines = printed(capsys, "sbatch", "configs/runs/qwen3-moe-30b.yaml")
     by_hand = (ROOT / "infra/slurm/rlvr.sbatch").read_text().splitlines()
     assert lines[-3:] == by_hand[-3:]
@@ -54,7 +55,7 @@ def test_a_plan_shows_legs_nodes_placement_and_the_script(capsys):
         assert part in text
 
 
-def test_who_has_no_slurm_is_told_so_in_one_sentence(capsys, monkeypatch):
+def test_commands_that_need_slurm_are_refused_without_it_in_one_sentence(capsys, monkeypatch):
     assert cli.main(["sbatch", "configs/runs/quickstart.yaml"]) == 2
     assert "legs.launcher.kind must be slurm" in capsys.readouterr().err
     monkeypatch.delenv("SLURM_PROCID", raising=False)

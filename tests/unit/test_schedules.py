@@ -1,5 +1,8 @@
-"""Whatever finishes, fails, dies and is killed in whatever order, synchronous or ahead: no attempt is lost or counted twice,
-every draw is accounted for, no token is too old. The real scheduler in virtual time, in a world made by chance."""
+"""Random schedules of the real rollout scheduler, in virtual time, with fake engines and graders.
+
+Completions, failures, deaths, outages, kills and new weights come in any order, synchronous or ahead. No attempt is lost or
+counted twice, every draw is accounted for, and no token is too old.
+"""
 
 import asyncio
 import math
@@ -26,16 +29,17 @@ from roll_core.types.trajectory import GREEDY_ATTEMPT, Ending, Failure, Message,
 FIRST_PROBLEM = 7
 MAX_DRAWS = 4
 ABORT_S = 0.5
-"""How long an engine may take to end what it is told to."""
+"""Longest time that a fake engine takes to abort a request, in seconds."""
 
 
 def schedules(count: int) -> settings:
+    """Hypothesis settings for `count` random schedules, without a deadline."""
     return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Everything that chance decides in one run, from a few numbers."""
+    """Random settings of one run; all times and failures follow from them."""
 
     seed: int
     num_iterations: int
@@ -74,7 +78,7 @@ class Schedule:
 
     @property
     def most_in_flight(self) -> int:
-        """Attempts that may be at engines at once."""
+        """Largest number of attempts that may be with engines at once."""
         groups = self.num_groups + math.floor(self.async_ratio * self.num_groups) + self.redundant_groups
         return groups * (self.group_size + self.redundant_attempts + self.greedy)
 
@@ -103,17 +107,17 @@ SCHEDULE = st.builds(
 )
 
 
-def seed_of(schedule: Schedule, place: AttemptId) -> int:
-    return derive_seed(schedule.seed, "attempt", *place)
+def seed_of(schedule: Schedule, attempt_id: AttemptId) -> int:
+    return derive_seed(schedule.seed, "attempt", *attempt_id)
 
 
 def tokens_of(seed: int) -> tuple[int, ...]:
-    """All tokens of an attempt, whoever makes them: each says the seed and its place."""
-    return tuple(10 * seed + place for place in range(1 + seed % 5))
+    """All tokens of an attempt, on whatever engine: each encodes the seed and its position."""
+    return tuple(10 * seed + position for position in range(1 + seed % 5))
 
 
 def grade_of(seed: int, share_failing: float) -> Score | Failure:
-    """What a reward says of the attempt with this seed, always."""
+    """Grade of the attempt with this seed, the same in every call."""
     rng = random.Random(seed)
     if rng.random() < share_failing:
         return Failure("grade", "boom")
@@ -121,7 +125,7 @@ def grade_of(seed: int, share_failing: float) -> Score | Failure:
 
 
 class World:
-    """Engines and graders of one leg, with their own times of finishing and dying."""
+    """Fake engines and graders of one leg, with random times of finishing and dying."""
 
     def __init__(self, schedule: Schedule, leg: int, version: int):
         self.schedule = schedule
@@ -138,19 +142,23 @@ class World:
             victim.dies_at = self.rng.uniform(0.0, 25.0)
 
     async def adopt(self, version: int) -> None:
-        """All engines take over new weights, each in its time."""
+        """Let every living engine adopt new weights, each after a random delay."""
         alive = [engine for engine in self.engines if engine.dies_at > asyncio.get_running_loop().time()]
         await asyncio.gather(*(engine.adopt(version, self.schedule.in_flight) for engine in alive))
 
 
-class Numbered:
+class NumberedProblems:
+    """Problem source in which the prompt of a problem is its index."""
+
     domains = ("numbers",)
 
     def problem(self, index: int) -> Problem:
         return Problem(f"numbers/{index}", "numbers", (Message(Speaker.USER, str(index)),), "")
 
 
-class Plain:
+class PlainRenderer:
+    """Renderer whose prompt is one token, the index of the problem."""
+
     stop_token_ids = (-1,)
 
     def prompt(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
@@ -161,7 +169,9 @@ class Plain:
 
 
 @dataclass
-class Running:
+class InFlight:
+    """Request in flight on a fake engine, with the weights versions of its tokens so far."""
+
     request: GenerationRequest
     ended: asyncio.Queue
     timer: asyncio.TimerHandle
@@ -171,7 +181,7 @@ class Running:
     versions: list[int] = field(default_factory=list)
 
     def catch_up(self, now: float, version: int) -> None:
-        """Tokens made since the last time are by this version; the last one comes at the end."""
+        """Count the tokens generated since the last call for this version. The last token comes at the end."""
         share = (now - self.since) / (self.until - self.since)
         made = min(len(self.left) - 1, int(share * len(self.left)))
         self.versions += [version] * (made - len(self.versions))
@@ -179,13 +189,13 @@ class Running:
 
 @dataclass
 class FakeEngine:
-    """Tokens say the seed they were made from; when they come is chance."""
+    """Engine whose tokens encode the seed of their attempt and arrive after random times."""
 
     name: str
     world: World
     version: int
     dies_at: float = math.inf
-    running: dict[str, Running] = field(default_factory=dict)
+    running: dict[str, InFlight] = field(default_factory=dict)
     admits: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self):
@@ -207,7 +217,7 @@ class FakeEngine:
                 assert request.prefix_ids == tokens_of(request.seed)[: len(request.prefix_ids)]
                 seconds = world.rng.expovariate(0.5)
                 timer = loop.call_later(seconds, self.end, request.request_id, Ending.STOP)
-                self.running[request.request_id] = Running(request, ended, timer, loop.time(), loop.time() + seconds, left)
+                self.running[request.request_id] = InFlight(request, ended, timer, loop.time(), loop.time() + seconds, left)
             while ids:
                 together = [await ended.get()]
                 while not ended.empty():
@@ -261,6 +271,8 @@ class FakeEngine:
 
 @dataclass
 class FakeGrader:
+    """Grader with random delays, outages and a time of death."""
+
     name: str
     world: World
     dies_at: float = math.inf
@@ -278,7 +290,7 @@ class FakeGrader:
 
 @dataclass
 class Run:
-    """A run as the store has it: what was committed, and what was kept beside."""
+    """Run as the store has it: committed rollouts and journaled trajectories."""
 
     committed: list[Rollout] = field(default_factory=list)
     kept: Finished = field(default_factory=dict)
@@ -297,11 +309,12 @@ class Run:
 
 
 async def leg(schedule: Schedule, run: Run, world: World) -> None:
+    """Run one leg: collect, adopt and commit until the run is done or a role fails."""
     scheduler = RolloutScheduler(
         schedule.config,
         seed=schedule.seed,
-        source=Numbered(),
-        renderer=Plain(),
+        source=NumberedProblems(),
+        renderer=PlainRenderer(),
         engines=world.engines,
         graders=world.graders,
         num_iterations=schedule.num_iterations,
@@ -345,6 +358,7 @@ async def leg(schedule: Schedule, run: Run, world: World) -> None:
 
 
 async def leg_until_killed(schedule: Schedule, run: Run, world: World) -> None:
+    """Run one leg until it ends or the time of its kill."""
     task = asyncio.create_task(leg(schedule, run, world))
     done, _ = await asyncio.wait([task], timeout=world.killed_at if world.killed_at < math.inf else None)
     if done:
@@ -353,8 +367,8 @@ async def leg_until_killed(schedule: Schedule, run: Run, world: World) -> None:
         task.cancel()
 
 
-def carried_out(schedule: Schedule) -> Run:
-    """Leg after leg, each with what those before it had kept, until all iterations are committed."""
+def run_all_legs(schedule: Schedule) -> Run:
+    """Run leg after leg, each with the journal of those before it, until all iterations are committed."""
     run = Run()
     for number in range(8):
         run.worlds.append(World(schedule, number, version=len(run.committed)))
@@ -365,7 +379,7 @@ def carried_out(schedule: Schedule) -> Run:
 
 
 def expected(schedule: Schedule) -> list[tuple[str, list[AttemptId]]]:
-    """What iterations without redundancy come to, one problem after the other: outcomes and attempts of each."""
+    """Outcomes and attempts of each iteration without redundancy, computed one problem after the other."""
     iterations, problem = [], FIRST_PROBLEM
     for _ in range(schedule.num_iterations):
         outcomes, attempt_ids = "", []
@@ -387,7 +401,7 @@ def expected(schedule: Schedule) -> list[tuple[str, list[AttemptId]]]:
 
 
 def check_iteration(schedule: Schedule, trained_version: int, rollout: Rollout) -> None:
-    """What holds for every batch, redundant or not."""
+    """Assert what holds for every batch, with redundancy or without."""
     first = rollout.draws.first
     attempt_ids = [(t.group, t.attempt) for t in rollout.trajectories]
     assert attempt_ids == sorted(set(attempt_ids)), "an attempt is there twice, or out of order"
@@ -406,6 +420,7 @@ def check_iteration(schedule: Schedule, trained_version: int, rollout: Rollout) 
 
 
 def check_trace(schedule: Schedule, rollout: Rollout) -> None:
+    """Assert that the trace has every attempt, with times in order."""
     attempts = schedule.group_size + schedule.redundant_attempts + schedule.greedy
     assert len(rollout.trace) == len(rollout.draws.outcomes) * attempts
     trained = {(t.problem - rollout.draws.first, t.attempt): t for t in rollout.trace if t.fate is Fate.TRAINED}
@@ -418,6 +433,7 @@ def check_trace(schedule: Schedule, rollout: Rollout) -> None:
 
 
 def check_run(schedule: Schedule, run: Run) -> None:
+    """Assert that iterations draw one after the other, and that every batch is valid."""
     next_problem = FIRST_PROBLEM
     for version, rollout in enumerate(run.committed):
         assert rollout.draws.first == next_problem, "a draw is in no page, or in two"
@@ -427,10 +443,10 @@ def check_run(schedule: Schedule, run: Run) -> None:
 
 @schedules(1300)
 @given(SCHEDULE)
-def test_without_redundancy_the_ledger_is_that_of_one_problem_after_the_other(schedule):
-    """Whatever the times, deaths, outages, kills and weights updates; with the very tokens and grades of every attempt."""
+def test_without_redundancy_the_ledger_is_that_of_collecting_one_problem_after_the_other(schedule):
+    """Times, deaths, outages, kills and weights updates change neither outcomes nor the tokens and grades of any attempt."""
     schedule = replace(schedule, redundant_groups=0, redundant_attempts=0)
-    run = carried_out(schedule)
+    run = run_all_legs(schedule)
     check_run(schedule, run)
     assert all(world.most_at_once <= schedule.most_in_flight for world in run.worlds)
     wanted = expected(schedule)
@@ -449,8 +465,8 @@ def test_without_redundancy_the_ledger_is_that_of_one_problem_after_the_other(sc
 
 @schedules(900)
 @given(SCHEDULE)
-def test_with_redundancy_batches_are_whole_and_everything_else_is_accounted_for(schedule):
-    run = carried_out(schedule)
+def test_with_redundancy_batches_are_full_and_all_other_attempts_are_accounted_for(schedule):
+    run = run_all_legs(schedule)
     check_run(schedule, run)
     assert not run.too_few or schedule.filtered
     made = schedule.group_size + schedule.redundant_attempts

@@ -1,4 +1,4 @@
-"""The fused output layer against the plain formulas, in values and in gradients."""
+"""Fused output layer: its values and gradients against those of the plain formulas."""
 
 import pytest
 import torch

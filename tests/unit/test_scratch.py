@@ -1,4 +1,4 @@
-"""Folders of legs on a node's disk: one each, and none of the dead."""
+"""Scratch folders of legs on the disk of a node: one per leg, and those of dead legs are removed."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import pytest
 from infra.slurm import scratch
 from tests.support import ROOT
 
-HOLD = """
+HOLDER = """
 import sys, time
 from pathlib import Path
 from infra.slurm import scratch
@@ -20,6 +20,9 @@ with scratch.locked_folder("killed") as folder:
     print("here", flush=True)
     time.sleep(600)
 """
+
+
+"""Program that holds a locked folder until it is killed."""
 
 
 @pytest.fixture
@@ -32,15 +35,15 @@ def names(folders) -> list[str]:
     return sorted(path.name for path in folders.iterdir())
 
 
-def test_a_folder_is_there_for_its_owner_alone_and_goes_with_the_block(folders):
+def test_a_folder_is_private_and_is_removed_at_the_end_of_the_block(folders):
     with scratch.locked_folder("7.0.0") as folder:
         assert folder.stat().st_mode & 0o077 == 0
         (folder / "ray").mkdir()
     assert names(folders) == []
 
 
-def test_whoever_comes_removes_what_the_dead_left_and_nothing_of_the_living(folders):
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folders)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+def test_the_next_leg_removes_the_folders_of_dead_legs_and_none_of_living_ones(folders):
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(folders)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "here\n"
     with scratch.locked_folder("living"):

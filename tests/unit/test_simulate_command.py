@@ -1,4 +1,4 @@
-"""`roll simulate`: assumed machines, machines of a stored run, and mistakes as one sentence."""
+"""Command `roll simulate`: assumed machines, machines of a stored run, and mistakes that are refused in one sentence."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ MODELS = MachineModels(
 
 
 def store_simulated(store: ObjectStore, config: RunConfig, prediction: Prediction) -> str:
-    """A run whose iterations took what the prediction says."""
+    """Store a run whose iterations took the predicted times; return its id."""
     run = open_run(store, config)
     spans = stage_spans(prediction.stages)
     traces = iter(sorted({trace.consumed_at for trace in prediction.traces}))
@@ -76,7 +76,7 @@ def config_file(folder: Path, config: RunConfig) -> str:
     return str(path)
 
 
-def test_a_run_that_recorded_its_speed_is_predicted(tmp_path, capsys):
+def test_a_stored_run_is_predicted_from_its_traces(tmp_path, capsys):
     config = tiny_config(tmp_path, rollout={"num_groups": 8, "group_size": 4, "max_new_tokens": 30})
     store = ObjectStore(config.store.uri)
     recorded = simulate(config, MODELS, SampledWorkload(10, 0.5, 30), num_iterations=6)
@@ -95,7 +95,7 @@ def test_a_run_that_recorded_its_speed_is_predicted(tmp_path, capsys):
     assert "tiny, simulated" in page.read_text()
 
 
-def test_without_a_trace_what_is_assumed_is_said(tmp_path, capsys):
+def test_without_a_trace_the_assumed_machines_are_printed(tmp_path, capsys):
     config = tiny_config(tmp_path)
     assert main(["simulate", config_file(tmp_path, config), "--iterations", "2"]) == 0
     printed = capsys.readouterr().out
@@ -104,7 +104,7 @@ def test_without_a_trace_what_is_assumed_is_said(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--iterations", "0"], "roll: --iterations (0) must be at least 1\n"),
         (["--trace", "tiny-7"], "roll: --trace: there is no run 'tiny-7' in "),
@@ -112,10 +112,10 @@ def test_without_a_trace_what_is_assumed_is_said(tmp_path, capsys):
         (["--timeline", "/no/such/folder/page.html"], "roll: --timeline: cannot write /no/such/folder/page.html (No such"),
     ],
 )
-def test_mistakes_are_one_sentence(tmp_path, capsys, arguments, says):
+def test_mistakes_are_refused_in_one_sentence(tmp_path, capsys, arguments, message):
     config = tiny_config(tmp_path)
     open_run(ObjectStore(config.store.uri), config)
     assert main(["simulate", config_file(tmp_path, config), "--store", config.store.uri, *arguments]) != 0
-    told = capsys.readouterr().err
-    assert told.startswith(says)
-    assert told.count("\n") == 1
+    refusal = capsys.readouterr().err
+    assert refusal.startswith(message)
+    assert refusal.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Weights through the store: bit for bit the same, whole or as differences, and gone when no engine needs them."""
+"""Store transport of weights: bit for bit the same, in full or as deltas, and retired when no engine needs them."""
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 def policy(version: int) -> Named:
-    """Each version a small step after the one before; some tensors never change."""
+    """Tensors of a weights version, each version a small step after the one before. The first tensor never changes."""
     generator = torch.Generator().manual_seed(1)
     tensors = {f"layer.{i}.weight": torch.randn(40, 25, generator=generator) for i in range(5)}
     for _ in range(version):
@@ -44,55 +44,57 @@ def writer(store: ObjectStore, full_every: int = 3, dtype: torch.dtype = torch.f
     return WeightsWriter(store, "tiny-1", full_every, dtype, bucket_bytes=9_000)
 
 
-def taken(reader: WeightsReader, weights: WeightsRef) -> dict[str, torch.Tensor]:
+def fetched(reader: WeightsReader, weights: WeightsRef) -> dict[str, torch.Tensor]:
+    """Tensors of a weights version, as an engine reads them."""
     reader.fetch(weights)
     return dict(unpack(reader.buckets(weights)))
 
 
-def assert_same(taken: dict[str, torch.Tensor], expected: Named, dtype: torch.dtype = torch.float32) -> None:
-    assert list(taken) == [name for name, _ in expected]
+def assert_same(fetched: dict[str, torch.Tensor], expected: Named, dtype: torch.dtype = torch.float32) -> None:
+    assert list(fetched) == [name for name, _ in expected]
     for name, tensor in expected:
-        assert torch.equal(taken[name], tensor.to(dtype)), name
+        assert torch.equal(fetched[name], tensor.to(dtype)), name
 
 
 def every_bit_pattern() -> Iterator[np.ndarray]:
+    """Two byte arrays: every pattern of 16 bits, and random bytes."""
     yield np.arange(2**16, dtype=np.uint16).view(np.uint8)
     yield np.random.default_rng(0).integers(0, 256, 2**17, dtype=np.uint8)  # NaNs and infinities among them
 
 
-def test_a_difference_gives_back_every_bit_whatever_the_numbers_are():
+def test_a_delta_restores_every_bit_whatever_the_values_are():
     old, new = every_bit_pattern()
     for width in (1, 2, 4):
         assert np.array_equal(apply_delta(old, encode_delta(old, new, width)), new)
         assert np.array_equal(apply_delta(new, encode_delta(new, old, width)), old)
 
 
-def test_what_did_not_change_takes_next_to_nothing():
+def test_the_delta_of_unchanged_weights_is_tiny():
     same = np.random.default_rng(0).integers(0, 256, 2**20, dtype=np.uint8)
     assert len(encode_delta(same, same.copy(), 4)) < 200
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_engine_that_takes_every_version_has_the_trainers_numbers(runs, dtype):
+def test_an_engine_that_fetches_every_version_has_the_trainers_values(runs, dtype):
     writes, reader = writer(runs.store, dtype=dtype), WeightsReader(runs.store)
     stored = [writes.write(version, policy(version)) for version in range(7)]
     assert [weights.base is None for weights in stored] == [True, False, False, True, False, False, True]
     assert stored[1].stored_bytes < 0.7 * stored[0].stored_bytes
     for version, weights in enumerate(stored):
-        assert_same(taken(reader, weights), policy(version), dtype)
+        assert_same(fetched(reader, weights), policy(version), dtype)
 
 
-def test_an_engine_that_starts_or_missed_versions_begins_with_the_last_whole_one(runs):
+def test_an_engine_that_starts_or_missed_versions_begins_with_the_last_full_one(runs):
     writes = writer(runs.store, full_every=9)
     stored = [writes.write(version, policy(version)) for version in range(5)]
     for missed in (stored[1], stored[4]):
         reader = WeightsReader(runs.store)
         reader.fetch(missed)
-        assert_same(taken(reader, stored[3]), policy(3))
-    assert_same(taken(WeightsReader(runs.store), stored[4]), policy(4))
+        assert_same(fetched(reader, stored[3]), policy(3))
+    assert_same(fetched(WeightsReader(runs.store), stored[4]), policy(4))
 
 
-def test_what_is_stored_says_what_engines_compare_with(runs):
+def test_a_stored_version_has_the_digest_and_the_check_that_engines_compare_with(runs):
     weights = writer(runs.store).write(4, policy(4))
     digest, recorder = WeightsDigest(), CheckRecorder(4)
     list(digest.observe(recorder.observe(policy(4))))
@@ -104,22 +106,22 @@ def test_what_is_stored_says_what_engines_compare_with(runs):
         assert torch.equal(read.values, said.values)
 
 
-def test_a_version_that_could_not_be_written_is_not_what_the_next_one_builds_on(runs):
+def test_a_version_that_could_not_be_written_is_not_the_base_of_the_next(runs):
     writes = writer(runs.store, full_every=9)
     writes.write(0, policy(0))
 
-    def breaks_off() -> Iterator[tuple[str, torch.Tensor]]:
+    def interrupted() -> Iterator[tuple[str, torch.Tensor]]:
         yield from policy(1)[:3]
         raise ConnectionError
 
     with pytest.raises(ConnectionError):
-        writes.write(1, breaks_off())
+        writes.write(1, interrupted())
     weights = writes.write(1, policy(1))
     assert weights.base is None
-    assert_same(taken(WeightsReader(runs.store), weights), policy(1))
+    assert_same(fetched(WeightsReader(runs.store), weights), policy(1))
 
 
-def test_a_reader_that_broke_off_begins_with_the_last_whole_version(runs):
+def test_an_interrupted_reader_begins_with_the_last_full_version(runs):
     writes, reader = writer(runs.store, full_every=9), WeightsReader(runs.store)
     reader.fetch(writes.write(0, policy(0)))
     weights = writes.write(1, policy(1))
@@ -128,10 +130,10 @@ def test_a_reader_that_broke_off_begins_with_the_last_whole_version(runs):
     with pytest.raises(ArtifactDamaged, match=f"{lost} is missing"):
         reader.fetch(weights)
     runs.store.put(data, weights.buckets[-1].artifact.kind)
-    assert_same(taken(reader, weights), policy(1))
+    assert_same(fetched(reader, weights), policy(1))
 
 
-def test_differences_to_another_version_are_noticed_and_the_bucket_is_named(runs):
+def test_a_delta_to_another_base_is_noticed_and_the_bucket_is_named(runs):
     writes, reader = writer(runs.store, full_every=9), WeightsReader(runs.store)
     first, second, third = (writes.write(version, policy(version)) for version in range(3))
     reader.fetch(first)
@@ -140,7 +142,7 @@ def test_differences_to_another_version_are_noticed_and_the_bucket_is_named(runs
         reader.fetch(misled)
 
 
-def test_a_record_that_a_version_is_made_of_and_that_is_gone_is_named(runs):
+def test_a_missing_record_of_a_base_version_is_named(runs):
     writes = writer(runs.store, full_every=9)
     first, second = writes.write(0, policy(0)), writes.write(1, policy(1))
     runs.store.delete(weights_record_name(first))
@@ -150,12 +152,12 @@ def test_a_record_that_a_version_is_made_of_and_that_is_gone_is_named(runs):
         WeightsReader(runs.store).fetch(second)
 
 
-# -------------------------------------------------------------------------------------------------- what goes
+# -------------------------------------------------------------------------------------------------- retention
 def versions(runs: StoredRuns, run_id: str = "tiny-1") -> list[int]:
     return sorted(each.weights.version for each in recorded_weights(runs.store, run_id))
 
 
-def test_versions_that_no_engine_needs_go_and_the_newest_can_still_be_read(runs):
+def test_versions_that_no_engine_needs_are_retired_and_the_newest_can_still_be_read(runs):
     writes = writer(runs.store)
     for version in range(5):
         writes.write(version, policy(version))
@@ -164,20 +166,20 @@ def test_versions_that_no_engine_needs_go_and_the_newest_can_still_be_read(runs)
     runs.make_all_old()
     retire_weights(runs.store, "tiny-1", HOUR)
     assert versions(runs) == [3, 4, 5]
-    assert_same(taken(WeightsReader(runs.store), last), policy(5))
+    assert_same(fetched(WeightsReader(runs.store), last), policy(5))
     assert list(find_garbage(runs.store, HOUR)) == [], "what was retired left objects behind"
 
 
-def test_what_is_young_stays_with_all_that_it_is_made_of(runs):
+def test_a_young_version_stays_with_all_its_base_versions(runs):
     writes = writer(runs.store)
     writes.write(0, policy(0))
     runs.make_all_old()
     stored = [writes.write(version, policy(version)) for version in (1, 2, 3)]
     assert retire_weights(runs.store, "tiny-1", HOUR) == []
-    assert_same(taken(WeightsReader(runs.store), stored[1]), policy(2))
+    assert_same(fetched(WeightsReader(runs.store), stored[1]), policy(2))
 
 
-def test_what_another_run_has_the_same_stays(runs):
+def test_objects_that_another_run_shares_stay(runs):
     """Runs that begin with the same policy store the same bytes."""
     other = runs.open(name="other")
     first = WeightsWriter(runs.store, other, 3, torch.float32, bucket_bytes=9_000).write(0, policy(0))
@@ -187,16 +189,16 @@ def test_what_another_run_has_the_same_stays(runs):
         runs.make_all_old()
     retire_weights(runs.store, "tiny-1", HOUR)
     assert versions(runs) == [1]
-    assert_same(taken(WeightsReader(runs.store), first), policy(0))
+    assert_same(fetched(WeightsReader(runs.store), first), policy(0))
 
 
-def test_garbage_collection_keeps_what_engines_read_and_takes_it_when_the_run_is_done(runs):
+def test_garbage_collection_keeps_versions_that_engines_read_until_the_run_is_done(runs):
     writes = writer(runs.store)
     stored = [writes.write(version, policy(version)) for version in range(5)]
     runs.make_all_old()
     list(remove(runs.store, find_garbage(runs.store, HOUR)))
     assert versions(runs) == [3, 4]
-    assert_same(taken(WeightsReader(runs.store), stored[-1]), policy(4))
+    assert_same(fetched(WeightsReader(runs.store), stored[-1]), policy(4))
     runs.commit("tiny-1", 99)
     runs.make_all_old()
     list(remove(runs.store, find_garbage(runs.store, HOUR)))

@@ -1,4 +1,4 @@
-"""Who was busy when: levels over time, shares and percentiles, and the page that draws them."""
+"""Activity of trainer and engines: counts over time, shares and percentiles, and the HTML page that draws them."""
 
 from datetime import UTC, datetime
 
@@ -49,7 +49,7 @@ TRACES = [
 ]
 
 
-def test_counts_rise_and_fall_with_what_is_open():
+def test_counts_rise_and_fall_with_the_open_intervals():
     counts = count_over_time([(0.0, 2.0), (1.0, 4.0), (1.0, 2.0), (3.0, 3.0)])
     assert counts.times.tolist() == [0.0, 1.0, 2.0, 4.0]
     assert counts.levels.tolist() == [1.0, 3.0, 1.0, 0.0]
@@ -61,7 +61,7 @@ def test_counts_rise_and_fall_with_what_is_open():
     assert count_over_time([]).mean((0.0, 1.0)) == 0.0
 
 
-def test_coarse_counts_keep_their_area():
+def test_downsampled_counts_keep_their_area():
     counts = count_over_time([(0.0, 2.0), (1.0, 4.0), (1.0, 2.0)])
     downsampled = counts.downsampled((0.0, 6.0), 2)
     assert downsampled.times.tolist() == [0.0, 3.0, 6.0]
@@ -86,7 +86,7 @@ def test_a_stage_that_was_cut_short_is_left_out():
     assert [span.name for span in stage_spans([*STAGES[:2], begun])] == ["collect 1"]
 
 
-def test_iterations_summed_up():
+def test_the_summary_of_two_iterations_by_hand():
     activity = summarise(stage_spans(STAGES), TRACES)
     assert activity.num_iterations == 2
     assert activity.iteration_seconds == 10.0
@@ -107,7 +107,7 @@ def test_stages_that_overlap_are_drawn_below_each_other():
     assert [[span.name for span in row] for row in rows_without_overlap(spans)] == [["a", "c"], ["b"]]
 
 
-def test_the_page_stands_alone_and_stays_small_however_many_attempts():
+def test_the_page_needs_no_other_file_and_stays_small_however_many_attempts():
     page = timeline_html(STAGES, TRACES, "sort <5>")
     assert "sort &lt;5&gt;" in page
     assert "10 s per iteration: the trainer computes 30% of the time, engines are busy 30%" in page

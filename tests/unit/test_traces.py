@@ -1,4 +1,4 @@
-"""Traces of attempts as Parquet, and what a manifest says of them."""
+"""Traces of attempts: their Parquet file, and their reference in a manifest."""
 
 import io
 

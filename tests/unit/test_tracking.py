@@ -1,4 +1,5 @@
-"""The spool and the tracker by themselves: what is written, what survives damage, and that nothing reaches training."""
+"""Spool and tracker without MLflow: events that are written, events that survive damage, and failures that never reach
+training."""
 
 import logging
 import math
@@ -31,7 +32,7 @@ from roll_core.types.refs import RunRef
 
 NOON = datetime(2026, 11, 15, 12, tzinfo=UTC)
 RUN = RunRef(run_id="quickstart-3", store_uri="file:///home/ada/roll-data", config_digest="1b4f")
-NOBODY_LISTENS = TrackingConfig(uri="http://127.0.0.1:9", drain_seconds=0.5)
+UNREACHABLE = TrackingConfig(uri="http://127.0.0.1:9", drain_seconds=0.5)
 DESTINATION = Destination(
     tracking_uri="http://127.0.0.1:9", experiment="roll", run_id="quickstart-3", store_uri="file:///home/ada/roll-data"
 )
@@ -71,7 +72,7 @@ def test_events_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert read_all(Spool(tmp_path)) == events
 
 
-def test_numbers_that_json_lacks_survive(tmp_path: Path) -> None:
+def test_nan_and_infinity_survive(tmp_path: Path) -> None:
     metrics = {"update/loss": math.nan, "update/norm": math.inf, "update/kl": -math.inf}
     write(Spool(tmp_path), [MetricsLogged(iteration=1, metrics=metrics, timestamp_ms=1)])
     [event] = read_all(Spool(tmp_path))
@@ -80,7 +81,7 @@ def test_numbers_that_json_lacks_survive(tmp_path: Path) -> None:
     assert (event.metrics["update/norm"], event.metrics["update/kl"]) == (math.inf, -math.inf)
 
 
-def test_a_line_without_its_end_is_left_for_later(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_left_for_later(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     write(spool, [metrics_logged(1)])
     whole = spool.events_file.stat().st_size
@@ -91,7 +92,7 @@ def test_a_line_without_its_end_is_left_for_later(tmp_path: Path) -> None:
     assert (pending.num_damaged, pending.end) == (0, whole)
 
 
-def test_the_next_leg_loses_only_the_line_that_was_torn(tmp_path: Path) -> None:
+def test_the_next_leg_loses_only_the_incomplete_line(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     write(spool, [metrics_logged(1)])
     with spool.events_file.open("ab") as file:
@@ -117,7 +118,7 @@ def test_a_write_cut_short_by_the_disk_costs_that_event_only(tmp_path: Path) -> 
     assert read_all(spool) == [metrics_logged(1), metrics_logged(3)]
 
 
-def test_reading_goes_on_behind_the_last_event_read(tmp_path: Path) -> None:
+def test_reading_continues_after_the_last_event_read(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     write(spool, [metrics_logged(1), metrics_logged(2), metrics_logged(3)])
     first = spool.read(0, max_events=2)
@@ -125,7 +126,7 @@ def test_reading_goes_on_behind_the_last_event_read(tmp_path: Path) -> None:
     assert [spooled.event for spooled in spool.read(first.end, max_events=2).events] == [metrics_logged(3)]
 
 
-def test_events_left_are_those_behind_the_cursor(tmp_path: Path) -> None:
+def test_events_left_are_those_after_the_cursor(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     assert (spool.read_cursor(), spool.count_left()) == (0, 0)
     write(spool, [metrics_logged(1), metrics_logged(2), metrics_logged(3)])
@@ -157,8 +158,8 @@ def test_a_relative_database_is_recorded_as_an_absolute_one(tmp_path: Path, monk
     assert tracker.close() == 0
 
 
-def test_an_outage_neither_slows_logging_nor_holds_up_the_end(tmp_path: Path) -> None:
-    tracker = Tracker(NOBODY_LISTENS, RUN, tmp_path)
+def test_an_outage_delays_neither_logging_nor_the_end_of_a_run(tmp_path: Path) -> None:
+    tracker = Tracker(UNREACHABLE, RUN, tmp_path)
     tracker.start()
     started = time.monotonic()
     for iteration in range(100):
@@ -175,7 +176,7 @@ def test_an_outage_neither_slows_logging_nor_holds_up_the_end(tmp_path: Path) ->
     assert tracker.close() == 104
 
 
-def test_an_uploader_shrugs_off_signals_meant_for_its_leg_and_leaves_when_asked(tmp_path: Path) -> None:
+def test_an_uploader_ignores_the_signals_of_its_leg_and_ends_when_asked_to_drain(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     spool.write_destination(DESTINATION)
     command = [sys.executable, "-m", "roll_core.tracking.uploader", str(tmp_path), "--drain-seconds", "60"]
@@ -205,7 +206,7 @@ def test_a_spool_that_cannot_be_written_is_reported_once_and_never_raises(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
-    tracker = Tracker(NOBODY_LISTENS, RUN, tmp_path / "file" / "spool")
+    tracker = Tracker(UNREACHABLE, RUN, tmp_path / "file" / "spool")
     with caplog.at_level(logging.WARNING):
         tracker.start()
         for iteration in range(3):
@@ -218,7 +219,7 @@ def test_a_spool_that_cannot_be_written_is_reported_once_and_never_raises(
 
 def test_a_full_disk_never_raises(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").symlink_to("/dev/full")
-    tracker = Tracker(NOBODY_LISTENS, RUN, tmp_path)
+    tracker = Tracker(UNREACHABLE, RUN, tmp_path)
     tracker.log_metrics(1, {"reward/mean": 0.25}, NOON)
     tracker.log_metrics(2, {"reward/mean": 0.25}, NOON)
     assert tracker.close() == 2

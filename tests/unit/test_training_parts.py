@@ -1,4 +1,4 @@
-"""Schedules, weight buckets, random numbers."""
+"""Learning-rate schedules, buckets of weights, random numbers of engines."""
 
 import numpy as np
 import pytest
@@ -48,10 +48,10 @@ def test_tensors_survive_buckets_of_any_size(bucket_bytes):
         assert torch.equal(tensor, back)
 
 
-def test_uniforms_are_even_and_depend_on_seed_and_place_alone():
-    seeds, places = np.arange(20_000, dtype=np.uint64), np.full(20_000, 3, dtype=np.uint64)
-    drawn = uniforms(seeds, places)
-    assert drawn[77] == uniforms(seeds[77:78], places[77:78])[0]
+def test_uniforms_are_even_and_depend_on_seed_and_position_alone():
+    seeds, positions = np.arange(20_000, dtype=np.uint64), np.full(20_000, 3, dtype=np.uint64)
+    drawn = uniforms(seeds, positions)
+    assert drawn[77] == uniforms(seeds[77:78], positions[77:78])[0]
     assert (drawn >= 0).all()
     assert (drawn < 1).all()
     counts = np.histogram(drawn, bins=20, range=(0, 1))[0]

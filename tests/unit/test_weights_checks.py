@@ -1,4 +1,4 @@
-"""What is taken of a policy to prove later that an engine has it."""
+"""Weights checks: names and sampled columns of a policy, which later prove that an engine has it."""
 
 import torch
 
@@ -30,19 +30,19 @@ def recorded_check(version: int, tensors: list[tuple[str, torch.Tensor]]) -> Wei
     return recorder.check
 
 
-def test_tensors_that_stay_are_sampled_like_those_that_go_by():
+def test_tensors_in_place_are_sampled_like_streamed_ones():
     tensors = policy()
     for version in range(5):
-        passing, staying = recorded_check(version, tensors), check_in_place(version, tensors)
-        assert staying.names == passing.names
-        expected = {sample.name: sample for sample in passing.samples}
-        assert {sample.name for sample in staying.samples} == set(expected)
-        for sample in staying.samples:
+        streamed, in_place = recorded_check(version, tensors), check_in_place(version, tensors)
+        assert in_place.names == streamed.names
+        expected = {sample.name: sample for sample in streamed.samples}
+        assert {sample.name for sample in in_place.samples} == set(expected)
+        for sample in in_place.samples:
             assert sample.columns == expected[sample.name].columns
             assert torch.equal(sample.values, expected[sample.name].values)
 
 
-def test_experts_and_all_others_are_both_looked_at_others_in_each_version():
+def test_experts_and_other_tensors_are_both_sampled_and_different_ones_in_each_version():
     chosen = [{sample.name for sample in check_in_place(version, policy()).samples} for version in range(3)]
     for names in chosen:
         assert (
@@ -51,7 +51,7 @@ def test_experts_and_all_others_are_both_looked_at_others_in_each_version():
     assert len({frozenset(names) for names in chosen}) == 3
 
 
-def test_values_are_the_columns_that_are_named_and_few_of_what_is_long():
+def test_sampled_values_are_the_named_columns_and_large_tensors_have_fewer_columns():
     named = dict(policy())
     by_name = {s.name: s for version in range(30) for s in check_in_place(version, list(named.items())).samples}
     assert len(by_name["model.embed_tokens.weight"].columns) == 1

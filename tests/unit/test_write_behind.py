@@ -1,4 +1,4 @@
-"""The spool between a run and its store: bounded, whole, and never the only place that a commit relies on."""
+"""Write-behind spool between a run and its store: bounded, undamaged, and emptied before a commit references its files."""
 
 import os
 import threading
@@ -14,7 +14,7 @@ KIND = ArtifactKind.TRAJECTORIES
 
 
 class HeldStore(ObjectStore):
-    """A store whose uploads wait until they are let through, or fail."""
+    """Store whose uploads wait until the test sets `gate`, and fail if the test sets `failure`."""
 
     def __init__(self, uri: str):
         super().__init__(uri)
@@ -44,7 +44,7 @@ def names(tmp_path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "spool").iterdir())
 
 
-def test_what_is_put_has_a_name_at_once_and_is_stored_when_waited_for(store, spool, tmp_path):
+def test_an_artifact_has_a_name_at_once_and_is_stored_when_waited_for(store, spool, tmp_path):
     ref = spool.put(b"rollouts", KIND)
     assert names(tmp_path) == [f"trajectories-{digest_of(b'rollouts')}"]
     assert list(store.list("objects")) == []
@@ -54,13 +54,13 @@ def test_what_is_put_has_a_name_at_once_and_is_stored_when_waited_for(store, spo
     assert names(tmp_path) == []
 
 
-def test_a_wait_for_a_store_that_does_not_take_it_ends_with_its_name(spool):
+def test_a_wait_for_a_store_that_hangs_ends_with_the_name_of_the_artifact(spool):
     ref = spool.put(b"rollouts", KIND)
     with pytest.raises(DeadlineExceeded, match=f"deadlines.store: trajectories {ref.digest[:12]}"):
         spool.wait([ref], 0.01)
 
 
-def test_a_full_spool_lets_nobody_put_more_until_there_is_room(store, spool):
+def test_a_put_into_a_full_spool_waits_until_there_is_space(store, spool):
     spool.put(b"a" * 90, KIND)
     waiting = threading.Thread(target=spool.put, args=(b"b" * 20, KIND))
     waiting.start()
@@ -71,20 +71,20 @@ def test_a_full_spool_lets_nobody_put_more_until_there_is_room(store, spool):
     assert not waiting.is_alive()
 
 
-def test_one_that_is_larger_than_the_spool_goes_through_alone(store, spool):
+def test_an_artifact_larger_than_the_spool_goes_through_alone(store, spool):
     store.gate.set()
     ref = spool.put(b"c" * 1000, KIND)
     spool.wait([ref], 30.0)
     assert store.get(ref) == b"c" * 1000
 
 
-def test_the_same_bytes_twice_are_one(store, spool, tmp_path):
+def test_the_same_bytes_are_spooled_once(store, spool, tmp_path):
     assert spool.put(b"same", KIND) == spool.put(b"same", KIND)
     assert len(names(tmp_path)) == 1
     store.gate.set()
 
 
-def test_a_failed_upload_is_told_to_whoever_waits_and_to_whoever_puts_next_and_stays_on_disk(store, spool, tmp_path):
+def test_a_failed_upload_fails_the_wait_and_the_next_put_and_stays_on_disk(store, spool, tmp_path):
     store.failure = StoreUnavailable("store.uri: gone")
     ref = spool.put(b"rollouts", KIND)
     store.gate.set()
@@ -95,7 +95,7 @@ def test_a_failed_upload_is_told_to_whoever_waits_and_to_whoever_puts_next_and_s
     assert names(tmp_path) == [f"trajectories-{ref.digest}"]
 
 
-def test_what_a_killed_process_left_is_stored_by_the_next_and_half_of_it_is_not(store, spool, tmp_path):
+def test_complete_files_of_a_killed_process_are_stored_by_the_next_and_incomplete_ones_are_removed(store, spool, tmp_path):
     ref = spool.put(b"rollouts", KIND)
     (tmp_path / f"spool/trajectories-{digest_of(b'torn')}").write_bytes(b"to")
     (tmp_path / f"spool/trajectories-{digest_of(b'cut')}.partial").write_bytes(b"cut")
@@ -105,7 +105,7 @@ def test_what_a_killed_process_left_is_stored_by_the_next_and_half_of_it_is_not(
     assert names(tmp_path) == []
 
 
-def test_what_an_earlier_process_stored_is_young_again_when_a_commit_is_about_to_name_it(store, spool, tmp_path):
+def test_waiting_for_an_artifact_of_an_earlier_process_makes_it_young_again(store, spool, tmp_path):
     store.gate.set()
     ref = store.put(b"rollouts", KIND)
     path = tmp_path / "store" / object_name(ref)
@@ -114,7 +114,7 @@ def test_what_an_earlier_process_stored_is_young_again_when_a_commit_is_about_to
     assert path.stat().st_mtime > 0
 
 
-def test_what_was_collected_as_garbage_before_a_commit_could_name_it_is_missed_before_the_commit(store, spool):
+def test_an_artifact_that_was_collected_as_garbage_is_missed_before_the_commit(store, spool):
     ref = ArtifactRef(kind=KIND, digest=digest_of(b"rollouts"), size=8)
     with pytest.raises(ArtifactDamaged, match=f"{object_name(ref)} is missing"):
         spool.wait([ref], 30.0)

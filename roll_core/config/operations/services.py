@@ -34,8 +34,9 @@ class StoreConfig(Section):
 class TrackingConfig(Section):
     """MLflow tracking."""
 
-    uri: str = "sqlite:///roll-data/mlflow.db"
-    """MLflow tracking address: sqlite:///FILE or http://HOST:PORT."""
+    uri: str | None = "sqlite:///roll-data/mlflow.db"
+    """MLflow tracking address: sqlite:///FILE or http://HOST:PORT. Null uploads nothing: metrics stay in the spool in
+    work_dir, and `roll nightly` has nothing to compare with."""
     experiment: str = "roll"
     """MLflow experiment that runs are filed under; created if missing."""
     trajectory_samples: Annotated[NonNegativeInt, Unit("trajectories")] = 16

@@ -1,4 +1,4 @@
-"""Graded trajectories for tests, written as nested lists: one entry per trajectory, in it one per turn.
+"""Builders of graded trajectories for tests, from nested lists: one entry per trajectory, in it one per turn.
 
 Everything is float64. Rewards of random batches are quarters, so that sums of them are exact.
 """
@@ -18,7 +18,7 @@ from roll_core.algorithms.inputs import AdvantageInputs
 from roll_core.config.algorithm.shaping import ShapingConfig
 
 few = settings(max_examples=20, deadline=None)
-"""For properties of whole batches, of which twenty are soon tried; a busy machine is no failure."""
+"""Hypothesis settings for properties of whole batches: twenty examples, and no deadline, as a busy machine is no failure."""
 
 
 def floats(numbers: list) -> Tensor:
@@ -35,8 +35,9 @@ def advantage_inputs(
     truncated: list[bool] | None = None,
     **further: list | None,
 ) -> AdvantageInputs:
-    """`turns` holds the number of tokens of each turn of each trajectory; by default each has one turn of one token, all are
-    of group 0, nothing is paid by turns, nothing is cut off. `further` are other fields of AdvantageInputs, as lists.
+    """Build AdvantageInputs. `turns` holds the number of tokens of each turn of each trajectory. By default each trajectory
+    has one turn of one token and is of group 0, turns have no rewards of their own, and no trajectory is truncated.
+    `further` are other fields of AdvantageInputs, as lists.
 
     Example: advantage_inputs([1, 0], turns=[[2, 1], [3]], turn_rewards=[[0.5, 0], [0]], values_N=[0.1] * 6)
     """
@@ -67,7 +68,7 @@ def credit_inputs(
     domains: tuple[str, ...] = ("sort",),
     **further: list | None,
 ) -> CreditInputs:
-    """By default all are right and of the one domain "sort"."""
+    """Build CreditInputs. By default all trajectories are correct and of the one domain "sort"."""
     return CreditInputs(
         outcomes=outcomes,
         correct_S=torch.tensor(correct or [1] * outcomes.num_sequences, dtype=torch.bool),
@@ -78,7 +79,7 @@ def credit_inputs(
 
 
 def credit_recipe(shaping: ShapingConfig | None = None, **changes: Any) -> CreditRecipe:
-    """Dr.GRPO's advantage, nothing shaped, limit of 10 tokens."""
+    """Build a recipe. By default it has the advantage of Dr.GRPO, no shaping, and a limit of 10 tokens."""
     defaults: dict[str, Any] = {
         "advantage": group_relative,
         "shaping": shaping or ShapingConfig(),
@@ -92,12 +93,12 @@ def credit_recipe(shaping: ShapingConfig | None = None, **changes: Any) -> Credi
 
 
 def outcome_only(inputs: AdvantageInputs) -> Tensor:
-    """The shaped reward of its trajectory for every token, to look at shaping alone."""
+    """Give every token the shaped reward of its trajectory: an advantage for tests of shaping alone."""
     return inputs.rewards_S[inputs.sequence_N]
 
 
 def token_rewards_only(inputs: AdvantageInputs) -> Tensor:
-    """What is paid token by token, to look at penalties alone."""
+    """Give every token its own reward: an advantage for tests of token penalties alone."""
     assert inputs.token_rewards_N is not None
     return inputs.token_rewards_N
 
@@ -109,9 +110,9 @@ fractions = st.integers(0, 8).map(lambda number: number / 8)
 def random_batches(
     *, max_turns: int = 3, max_tokens: int = 3, pays_turns: bool = True, pays_tokens: bool = True
 ) -> st.SearchStrategy[AdvantageInputs]:
-    """Two to six trajectories of up to three groups, each of a few turns of a few tokens, with values and final values.
+    """Strategy of batches of two to six trajectories in up to three groups, with a few turns of a few tokens and values.
 
-    Grown from one drawn number: drawing every entry would take ten times as long as all that is tested with them.
+    A batch grows from one drawn number: drawing every entry would take ten times as long as the tests themselves.
     """
 
     def grown(seed: int) -> AdvantageInputs:
@@ -135,7 +136,7 @@ def random_batches(
 
 
 def picked(inputs: AdvantageInputs, order: list[int]) -> tuple[AdvantageInputs, Tensor]:
-    """A random batch with only these of its trajectories, in this order, and where each of its tokens was before."""
+    """Batch of some trajectories of another batch, in this order, and the index of each of its tokens in the other batch."""
     tokens_N = torch.cat([(inputs.sequence_N == number).nonzero()[:, 0] for number in order])
     turns_T = torch.cat([(inputs.sequence_T == number).nonzero()[:, 0] for number in order])
     lengths_T = inputs.turn_N.bincount()

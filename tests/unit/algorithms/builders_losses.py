@@ -1,4 +1,4 @@
-"""Inputs of losses for tests, written out or random, and the objectives, reductions and corrections they are tried with.
+"""Builders of loss inputs for tests, explicit or random, and the objectives, reductions and corrections to test.
 
 A layout says how many tokens each turn of each sequence has: ((2, 1), (3,)) is a sequence of two turns and one of one turn.
 """
@@ -40,7 +40,7 @@ OBJECTIVES: dict[str, Objective] = {
     "kimi_of_tokens": partial(losses.mirror_descent, temperature=0.3, level=RatioLevel.TOKEN),
 }
 WITH_STOPPED_WEIGHTS = ("tis", "cispo", "cispo_masked", "topr")
-"""Objectives whose weight is computed from the policy and has no gradient."""
+"""Objectives with a weight that depends on the policy but has no gradient."""
 
 REDUCTIONS: dict[str, Reduction] = {
     "token_mean": reductions.token_mean,
@@ -53,7 +53,7 @@ REDUCTIONS: dict[str, Reduction] = {
 def correction(
     *filters: FilterConfig, level: CorrectionLevel | None = None, upper: float | None = None, veto_below: float | None = None
 ) -> Correction:
-    """Weights where a level is given, removes what the filters and the veto say."""
+    """Build a correction: weights if a level is given, and removal of tokens by filters and veto."""
     weighting = None if level is None else WeightingConfig(level=level, upper=upper)
     return partial(correct, weighting=weighting, filters=filters, veto_below=veto_below)
 
@@ -81,9 +81,10 @@ def loss_inputs(
     global_tokens: float | None = None,
     global_sequences: float | None = None,
 ) -> LossInputs:
-    """On-policy, all advantages 1, nothing masked, one sequence of one turn, a batch of its own, unless said otherwise."""
+    """Build LossInputs. By default they are on-policy, with advantages of 1, no masked token, and one sequence of one turn,
+    which is the whole batch."""
     count = len(policy)
-    sequence_N, turn_N = _numbers(layout or ((count,),))
+    sequence_N, turn_N = _sequences_and_turns(layout or ((count,),))
     num_sequences = int(sequence_N.max()) + 1
     return LossInputs(
         policy_logprobs_N=_doubles(policy).requires_grad_(),
@@ -105,9 +106,9 @@ def loss_inputs(
 
 
 def random_loss_inputs(seed: int, layout: Layout = LAYOUT, *, masked_share: float = 0.0, spread: float = 0.3) -> LossInputs:
-    """`spread` is how far policy, anchor, sampler and reference are apart, in nats a token."""
+    """Build random LossInputs. `spread` is the deviation of other logprobs from those of the anchor, in nats per token."""
     generator = torch.Generator().manual_seed(seed)
-    sequence_N, turn_N = _numbers(layout)
+    sequence_N, turn_N = _sequences_and_turns(layout)
     count, num_sequences = len(sequence_N), int(sequence_N.max()) + 1
 
     def normal(scale: float) -> Tensor:
@@ -133,10 +134,10 @@ def random_loss_inputs(seed: int, layout: Layout = LAYOUT, *, masked_share: floa
 
 
 def selected(inputs: LossInputs, sequences: Sequence[int]) -> LossInputs:
-    """A micro-batch of some sequences of a batch, in this order; the policy's gradient flows back to the batch's."""
+    """Micro-batch of some sequences of a batch, in this order; its gradient flows back to the batch's policy logprobs."""
     tokens = [(inputs.sequence_N == sequence).nonzero().flatten() for sequence in sequences]
     tokens_N = torch.cat(tokens)
-    sequence_N = torch.cat([torch.full_like(each, place) for place, each in enumerate(tokens)])
+    sequence_N = torch.cat([torch.full_like(each, number) for number, each in enumerate(tokens)])
     by_token = {
         name: value[tokens_N]
         for name, value in vars(inputs).items()
@@ -211,15 +212,15 @@ def gradient(loss: Tensor, leaf: Tensor) -> Tensor:
 
 
 def policy_gradient_of(loss: Tensor, inputs: LossInputs) -> list[float]:
-    """The gradient for the policy's logprobs, rounded by nobody, for comparison with numbers worked by hand."""
+    """Gradient of a loss with respect to the policy's logprobs, for comparison with values worked by hand."""
     return gradient(loss, inputs.policy_logprobs_N).tolist()
 
 
-def _numbers(layout: Layout) -> tuple[Tensor, Tensor]:
-    """The number of the sequence and of the turn of each token."""
+def _sequences_and_turns(layout: Layout) -> tuple[Tensor, Tensor]:
+    """Number of the sequence and number of the turn of each token."""
     turns = [(sequence, length) for sequence, lengths in enumerate(layout) for length in lengths]
-    places = [(sequence, turn) for turn, (sequence, length) in enumerate(turns) for _ in range(length)]
-    sequence_N, turn_N = torch.tensor(places).unbind(1)
+    numbers = [(sequence, turn) for turn, (sequence, length) in enumerate(turns) for _ in range(length)]
+    sequence_N, turn_N = torch.tensor(numbers).unbind(1)
     return sequence_N, turn_N
 
 

@@ -1,4 +1,4 @@
-"""Advantages against numbers worked by hand, and what must hold for every batch."""
+"""Advantages: values worked by hand, and properties that hold for every batch."""
 
 from dataclasses import replace
 from functools import partial
@@ -52,19 +52,19 @@ def close(left: Tensor, right: Tensor) -> bool:
 
 
 def naive_token_returns(inputs: AdvantageInputs) -> Tensor:
-    """For each token the sum of what it and the later tokens of its sequence are paid, token by token."""
+    """Return of each token by a plain loop: the sum of the token rewards from it to the end of its sequence."""
     assert inputs.token_rewards_N is not None
     sequence, rewards = inputs.sequence_N.tolist(), inputs.token_rewards_N.tolist()
-    places = range(len(sequence))
-    return floats([sum(rewards[k] for k in places if k >= n and sequence[k] == sequence[n]) for n in places])
+    positions = range(len(sequence))
+    return floats([sum(rewards[k] for k in positions if k >= n and sequence[k] == sequence[n]) for n in positions])
 
 
-# What all methods share.
+# All methods.
 
 
 @few
 @given(random_batches(), st.data())
-def test_advantages_follow_their_trajectories_wherever_these_lie_in_the_batch(batch, data):
+def test_advantages_follow_their_trajectories_whatever_the_order_of_the_batch(batch, data):
     order = data.draw(st.permutations(range(batch.num_sequences)))
     permuted, tokens_N = picked(batch, order)
     for advantage in ALL:
@@ -73,7 +73,7 @@ def test_advantages_follow_their_trajectories_wherever_these_lie_in_the_batch(ba
 
 @few
 @given(random_batches(), st.permutations(range(3)))
-def test_it_does_not_matter_what_numbers_groups_have(batch, numbers):
+def test_the_numbers_of_groups_do_not_matter(batch, numbers):
     renumbered = replace(batch, group_S=torch.tensor(numbers)[batch.group_S])
     for advantage in ALL:
         assert close(advantage(renumbered), advantage(batch)), advantage
@@ -81,7 +81,7 @@ def test_it_does_not_matter_what_numbers_groups_have(batch, numbers):
 
 @few
 @given(random_batches(), st.integers(0, 2))
-def test_without_the_batch_statistics_a_group_is_judged_by_itself_alone(batch, group):
+def test_without_batch_statistics_the_advantages_of_a_group_depend_on_the_group_alone(batch, group):
     members = (batch.group_S == group).nonzero()[:, 0].tolist()
     if not members:
         return
@@ -108,7 +108,7 @@ def test_every_token_of_a_trajectory_gets_its_advantage(advantage):
     assert advantages[0] > 0
 
 
-def test_a_penalty_by_tokens_is_charged_to_its_token_and_all_before_it_but_not_to_the_baseline():
+def test_a_token_penalty_is_charged_to_its_token_and_all_before_it_but_not_to_the_baseline():
     # returns of -0.1, -0.2 | -0.4 are -0.3, -0.2 | -0.4; group_relative gives +-0.5
     inputs = advantage_inputs([1, 0], turns=[[2], [1]], token_rewards_N=[-0.1, -0.2, -0.4])
     assert group_relative(inputs).tolist() == pytest.approx([0.2, 0.3, -0.9])
@@ -116,7 +116,7 @@ def test_a_penalty_by_tokens_is_charged_to_its_token_and_all_before_it_but_not_t
 
 @few
 @given(random_batches())
-def test_what_is_paid_by_tokens_is_added_as_their_returns(batch):
+def test_token_rewards_are_added_as_returns(batch):
     for advantage in [*RELATIVE_TO_GROUP, *OF_TURNS, best_of_group, monte_carlo_return]:
         without = advantage(replace(batch, token_rewards_N=None))
         assert close(advantage(batch), without + naive_token_returns(batch)), advantage
@@ -128,19 +128,19 @@ def test_what_is_paid_by_tokens_is_added_as_their_returns(batch):
 def test_monte_carlo_returns_by_hand():
     # 3 in all, of which 1 is paid at the end of the first turn (two tokens): paid 0, 1 | 2
     inputs = advantage_inputs([3], turns=[[2, 1]], turn_rewards=[[1, 0]])
-    assert monte_carlo_return(inputs).tolist() == [3.0, 3.0, 2.0]  # what is paid from each token on
+    assert monte_carlo_return(inputs).tolist() == [3.0, 3.0, 2.0]  # the sum of rewards from each token on
     assert monte_carlo_return(inputs, discount=0.5).tolist() == [1.0, 2.0, 2.0]  # 0 + 0.5 * 2; 1 + 0.5 * 2; 2
 
 
 @few
 @given(random_batches())
-def test_the_monte_carlo_return_has_no_leap_where_nothing_is_discounted(batch):
+def test_the_monte_carlo_return_is_continuous_at_a_discount_of_one(batch):
     assert torch.allclose(monte_carlo_return(batch), monte_carlo_return(batch, discount=1 - 1e-9), atol=1e-6)
 
 
 @few
 @given(random_batches())
-def test_the_first_token_is_credited_with_all_a_trajectory_earned(batch):
+def test_the_first_token_is_credited_with_the_whole_reward_of_its_trajectory(batch):
     without = replace(batch, token_rewards_N=None)
     firsts_S = torch.cat([torch.tensor([True]), batch.sequence_N[1:] != batch.sequence_N[:-1]])
     assert close(monte_carlo_return(without)[firsts_S], batch.rewards_S)
@@ -314,7 +314,7 @@ def test_remax_with_the_groups_mean_as_its_greedy_reward_is_dr_grpo(batch):
 
 @few
 @given(random_batches(pays_tokens=False), quarters)
-def test_best_of_group_takes_those_above_the_minimum_that_none_of_their_group_surpasses(batch, minimum):
+def test_best_of_group_takes_the_best_trajectories_of_each_group_that_are_above_the_minimum(batch, minimum):
     rewards, groups = batch.rewards_S.tolist(), batch.group_S.tolist()
     best = [max(r for r, other in zip(rewards, groups, strict=True) if other == group) for group in groups]
     chosen = floats([float(r == b and r > minimum) for r, b in zip(rewards, best, strict=True)])
@@ -332,7 +332,7 @@ def test_generalized_advantages_by_hand():
     assert advantages.tolist() == pytest.approx([-0.276, 0.06, 0.4])
 
 
-def test_what_is_paid_by_turns_and_tokens_enters_generalized_advantages_where_it_is_paid():
+def test_turn_and_token_rewards_enter_generalized_advantages_where_they_are_paid():
     # paid: token penalties -0.1, -0.2 | -0.3, plus 0.5 at the end of the first turn and the rest, 1.5, at the last token
     # d (values 0): -0.1, 0.3, 1.2; with discount 0.5 and trace_decay 1: A = -0.1 + 0.5 * 0.9, 0.3 + 0.5 * 1.2, 1.2
     inputs = advantage_inputs(
@@ -361,25 +361,25 @@ def test_without_decay_generalized_advantages_are_returns_minus_values(batch, di
 @given(random_batches(), fractions)
 def test_with_full_decay_generalized_advantages_are_temporal_differences(batch, discount):
     advantages = generalized_advantage(batch, discount=discount, trace_decay=0.0, bootstrap_truncated=True)
-    paid_N = monte_carlo_return(batch, discount=0.0)  # what each token is paid itself
+    paid_N = monte_carlo_return(batch, discount=0.0)  # the reward of each token itself
     sequence, values, expected = batch.sequence_N.tolist(), batch.values_N.tolist(), []
-    for place, number in enumerate(sequence):
-        is_last = place + 1 == len(sequence) or sequence[place + 1] != number
+    for position, number in enumerate(sequence):
+        is_last = position + 1 == len(sequence) or sequence[position + 1] != number
         final = batch.final_values_S[number].item() if batch.truncated_S[number] else 0.0
-        following = final if is_last else values[place + 1]
-        expected.append(paid_N[place].item() + discount * following - values[place])
+        following = final if is_last else values[position + 1]
+        expected.append(paid_N[position].item() + discount * following - values[position])
     assert close(advantages, floats(expected))
 
 
 @few
 @given(random_batches(), fractions)
-def test_values_that_foresee_everything_leave_no_advantage(batch, decay):
+def test_values_that_equal_the_returns_leave_no_advantage(batch, decay):
     foreseen = replace(batch, values_N=monte_carlo_return(batch, discount=0.5))
     advantages = generalized_advantage(foreseen, discount=0.5, trace_decay=decay, bootstrap_truncated=False)
     assert close(advantages, torch.zeros_like(advantages))
 
 
-# Groups in groups.
+# Groups in groups: GiGPO.
 
 
 def test_group_in_group_by_hand():
@@ -412,7 +412,7 @@ def test_where_no_state_is_met_twice_gigpo_is_grpo(batch, scale_by_std):
 
 @few
 @given(random_batches(), st.permutations(range(3)))
-def test_it_does_not_matter_what_numbers_states_have(batch, numbers):
+def test_the_numbers_of_states_do_not_matter(batch, numbers):
     assert close(GIGPO(replace(batch, state_T=torch.tensor(numbers)[batch.state_T])), GIGPO(batch))
 
 

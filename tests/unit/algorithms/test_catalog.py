@@ -1,4 +1,4 @@
-"""The table of algorithms: complete, documented, and asking for no more than it declares."""
+"""Catalog of algorithms: complete, documented, and with no more signals than each algorithm needs."""
 
 import typing
 
@@ -32,16 +32,16 @@ def test_every_algorithm_builds_from_its_defaults(row):
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.__name__)
-def test_every_knob_of_its_own_says_what_it_does(variant):
-    silent = {name for name, field in variant.model_fields.items() if not field.description}
-    assert silent <= {"kind", "aggregation"}
+def test_every_setting_of_an_algorithm_has_a_description(variant):
+    undocumented = {name for name, field in variant.model_fields.items() if not field.description}
+    assert undocumented <= {"kind", "aggregation"}
 
 
 def test_the_guide_on_disk_is_the_one_the_catalogue_gives():
     assert (ROOT / "docs/algorithms.md").read_text() == guide(), "run `make docs`"
 
 
-def test_anchor_logprobs_are_asked_for_only_where_the_policy_moves_before_it_is_compared():
+def test_anchor_logprobs_are_needed_only_with_several_optimizer_steps():
     assert built(Grpo()).signals == frozenset()
     assert built(Grpo(), 4).signals == {Signal.ANCHOR}
     assert built(DecoupledPpo()).signals == frozenset()
@@ -53,7 +53,7 @@ def test_a_method_without_a_ratio_needs_an_anchor_only_for_its_correction():
     assert built(Rloo(correction=CorrectionConfig()), 4).signals == {Signal.ANCHOR}
 
 
-def test_a_penalty_asks_for_the_reference_where_it_is_computed():
+def test_a_kl_penalty_needs_the_reference_where_it_is_computed():
     assert built(Grpo(kl_loss=KlLossConfig())).loss_signals == {Signal.REFERENCE}
     in_reward = Grpo(shaping=ShapingConfig(kl=KlRewardConfig()))
     assert built(in_reward).credit_signals == {Signal.ANCHOR, Signal.REFERENCE}
@@ -71,7 +71,7 @@ def test_only_ppo_has_a_critic():
     assert [row.kind for row in TABLE if Signal.VALUES in row.config.own_signals] == ["ppo"]
 
 
-def test_samples_without_advantage_are_skipped_only_when_nothing_else_pulls_on_them():
+def test_samples_without_advantage_are_skipped_only_if_no_other_term_has_a_gradient():
     assert built(Grpo()).skips_zero_advantages
     assert not built(Grpo(entropy_coefficient=0.01)).skips_zero_advantages
     assert not built(Grpo(kl_loss=KlLossConfig())).skips_zero_advantages

@@ -1,4 +1,4 @@
-"""Corrections for a sampler that is not the trainer's policy: ratios, filters, the veto and what is reported of them."""
+"""Corrections for the mismatch between sampler and trainer: ratios, filters, the veto, and their metrics."""
 
 import math
 from dataclasses import replace
@@ -37,7 +37,7 @@ levels = st.sampled_from(list(CorrectionLevel))
 
 
 def with_ratios(ratios: list[float], **changes) -> LossInputs:
-    """anchor / sampler is what is given; anchor probabilities are 1."""
+    """Loss inputs with the given ratios anchor / sampler; anchor probabilities are 1."""
     return loss_inputs(
         policy=[-1.0] * len(ratios), anchor=[0.0] * len(ratios), sampler=[-math.log(ratio) for ratio in ratios], **changes
     )
@@ -96,12 +96,12 @@ def test_the_difference_of_probabilities_of_each_level(level, expected):
     assert probability_difference(inputs, level).tolist() == pytest.approx(expected)
 
 
-def test_a_filter_by_ratio_keeps_what_lies_within_its_bounds():
+def test_a_filter_by_ratio_keeps_tokens_within_its_bounds():
     inputs = with_ratios([0.4, 0.6, 1.0, 4.9, 5.1])
     assert is_kept(inputs, FilterConfig()).tolist() == [False, True, True, True, False]  # IcePop: 0.5 to 5
 
 
-def test_a_filter_by_difference_keeps_what_lies_within_its_bounds():
+def test_a_filter_by_difference_keeps_tokens_within_its_bounds():
     # 1 - 0.9, 1 - 0.7, 1 - 2: the ratio of the last, 0.5, would have passed
     inputs = with_ratios([1 / 0.9, 1 / 0.7, 0.5])
     each = FilterConfig(compared=Compared.DIFFERENCE, lower=-0.2, upper=0.2)
@@ -125,7 +125,7 @@ def test_a_token_removed_earlier_vetoes_nothing():
     assert is_not_vetoed(inputs, 1e-4).tolist() == [True, True]
 
 
-def test_weights_are_cut_off_above_and_multiply_those_there_are():
+def test_weights_are_truncated_above_and_multiply_the_weights_there_are():
     inputs = with_ratios([0.5, 1.5, 8.0])
     inputs = replace(inputs, weights_N=torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
     corrected, sums = correction(level=CorrectionLevel.TOKEN, upper=2.0)(inputs)
@@ -140,7 +140,7 @@ def test_weights_without_an_upper_bound_are_the_ratios():
     assert corrected.weights_N.tolist() == pytest.approx([0.5, 8.0, 2000.0])
 
 
-def test_filters_and_veto_together_remove_what_any_of_them_removes():
+def test_filters_and_veto_together_remove_every_token_that_one_of_them_removes():
     # token one: ratio 6; two: masked before; three: sequence with a ratio of 1e-6; five: kept
     inputs = with_ratios([6.0, 1.0, 1.0, 1e-6, 1.0], layout=((2,), (2,), (1,)), mask=[1.0, 0.0, 1.0, 1.0, 1.0])
     corrected, sums = correction(FilterConfig(lower=0.0, upper=5.0), veto_below=1e-4)(inputs)
@@ -161,7 +161,7 @@ def test_without_a_correction_no_effective_sample_size_is_reported():
     assert with_effective_sample_size({WEIGHT: 0.0, WEIGHT_SQUARED: 0.0}) == {WEIGHT: 0.0, WEIGHT_SQUARED: 0.0}
 
 
-# Of any numbers
+# Properties that hold for any values
 
 
 @given(seed=seeds, count=st.integers(1, 6), level=levels)
@@ -219,7 +219,7 @@ def test_the_veto_removes_exactly_the_sequences_that_hold_a_ratio_below_it(seed,
 
 @given(seed=seeds, layout=layouts, name=st.sampled_from(list(CORRECTIONS)))
 @settings(max_examples=50, deadline=None)
-def test_corrections_only_ever_remove_and_their_sums_are_of_what_they_leave(seed, layout, name):
+def test_corrections_only_remove_tokens_and_their_sums_are_over_the_tokens_left(seed, layout, name):
     inputs = random_loss_inputs(seed, layout, masked_share=0.3)
     inputs = replace(inputs, weights_N=torch.ones_like(inputs.weights_N))
     corrected, sums = (CORRECTIONS[name] or correction())(inputs)
@@ -259,7 +259,7 @@ def test_weights_have_no_gradient_even_where_the_anchor_has_one():
 
 
 def effective_sample_size(weights: list[float]) -> float:
-    """As it is reported: means of the sums of a correction."""
+    """Effective sample size as it is reported: from the means of the sums of a correction."""
     _, sums = correction(level=CorrectionLevel.TOKEN)(with_ratios(weights))
     metrics = with_effective_sample_size({name: value.item() / len(weights) for name, value in sums.items()})
     return metrics["correction/effective_sample_size"]
@@ -290,7 +290,7 @@ def test_a_removed_token_counts_as_a_sample_lost():
     assert metrics["correction/effective_sample_size"] == pytest.approx(0.75)
 
 
-def test_what_a_filter_removed_does_not_count_in_the_weights_of_the_rest():
+def test_tokens_that_a_filter_removed_do_not_count_in_the_weights_of_the_rest():
     # ratios 1, 1, 1 and 64, which the token filter removes: the geometric mean of the rest is 1, not 64^(1/4) = 2.83
     inputs = loss_inputs(policy=[0.0] * 4, anchor=[0.0] * 4, sampler=[0.0, 0.0, 0.0, -math.log(64)])
     weighting = WeightingConfig(level=CorrectionLevel.GEOMETRIC, upper=None)
@@ -299,7 +299,7 @@ def test_what_a_filter_removed_does_not_count_in_the_weights_of_the_rest():
     assert corrected.weights_N.tolist() == pytest.approx([1, 1, 1, 0])
 
 
-def test_filters_of_differences_have_bounds_of_their_own():
+def test_filters_of_differences_have_default_bounds_of_their_own():
     assert FilterConfig(compared=Compared.DIFFERENCE).bounds == (-0.2, 0.2)
     assert FilterConfig().bounds == (0.5, 5.0)
     assert FilterConfig(compared=Compared.DIFFERENCE, upper=0.1).bounds == (-0.2, 0.1)

@@ -1,4 +1,4 @@
-"""From graded trajectories to credit: in what order, for which domain, with which state."""
+"""Credit of graded trajectories: the order of its steps, sections by domain, and the state between iterations."""
 
 from dataclasses import replace
 from functools import partial
@@ -63,13 +63,13 @@ def credited(inputs: CreditInputs, recipe: CreditRecipe):
 
 
 def shaped(inputs: CreditInputs, shaping: ShapingConfig, **changes) -> list[float]:
-    """Shaped rewards, of which each token of these inputs shows its trajectory's."""
+    """Shaped reward of the trajectory of each token."""
     return credited(inputs, credit_recipe(shaping, advantage=outcome_only, **changes)).advantages_N.tolist()
 
 
 @st.composite
 def random_inputs(draw: st.DrawFn) -> CreditInputs:
-    """A random batch of two domains, with logprobs of anchor and reference."""
+    """Random batch of two domains, with anchor and reference logprobs."""
     outcomes = draw(random_batches(pays_tokens=False))
     flags = st.lists(st.integers(0, 1), min_size=6, max_size=6)
     count = outcomes.num_sequences
@@ -82,7 +82,7 @@ def random_inputs(draw: st.DrawFn) -> CreditInputs:
 # The order.
 
 
-def test_where_nothing_is_shaped_credit_is_the_advantage_and_everyone_counts_the_same():
+def test_without_shaping_credit_is_the_advantage_and_all_trajectories_count_the_same():
     outcomes = advantage_inputs([1, 0], turns=[[2], [1]])
     credit, state = assign_credit(credit_inputs(outcomes), credit_recipe(), CreditState())
     assert credit.advantages_N.tolist() == [0.5, 0.5, -0.5]
@@ -112,7 +112,7 @@ def test_rewards_are_penalised_for_length_then_normalised_then_clipped():
     )
 
 
-def test_the_buffer_of_the_overlong_penalty_is_a_fifth_of_the_limit_unless_said():
+def test_the_buffer_of_the_overlong_penalty_is_a_fifth_of_the_limit_by_default():
     # limit 20: buffer 4; length 18 is half into it: 1 - 3 * 0.5
     inputs = credit_inputs(advantage_inputs([1], turns=[[18]]))
     assert shaped(inputs, ShapingConfig(overlong=OverlongConfig(weight=3.0)), max_new_tokens=20)[0] == pytest.approx(-0.5)
@@ -129,7 +129,7 @@ def test_the_kl_is_charged_after_rewards_are_clipped():
     assert credited(inputs, recipe).advantages_N.tolist() == pytest.approx([0.6, 0.8])
 
 
-def test_advantages_are_whitened_then_clipped_and_the_critic_is_shown_neither():
+def test_advantages_are_whitened_then_clipped_and_the_returns_of_the_critic_are_neither():
     # returns 1 | 0, 0, 0; whitened 1.5, -0.5, -0.5, -0.5 (std 0.5); clipped at 1. (Clipped first, 1.5 would stay.)
     # the critic is to predict advantage + value: (1 - 0.25) + 0.25 = 1 and (0 - 0.25) + 0.25 = 0
     outcomes = advantage_inputs([1, 0], turns=[[1], [3]], values_N=[0.25] * 4)
@@ -145,7 +145,7 @@ def test_advantages_are_whitened_then_clipped_and_the_critic_is_shown_neither():
 
 @few
 @given(random_inputs(), st.floats(0.1, 2))
-def test_whitening_and_clipping_do_what_they_say_and_leave_returns_alone(inputs, clip):
+def test_whitening_and_clipping_change_advantages_and_leave_returns_alone(inputs, clip):
     gae = partial(generalized_advantage, discount=0.5, trace_decay=0.8, bootstrap_truncated=True)
     plain = credited(inputs, credit_recipe(advantage=gae))
     white = credited(inputs, credit_recipe(advantage=gae, whiten_advantages=True))
@@ -167,7 +167,7 @@ def test_returns_of_rewards_normalised_by_group_are_grpo(batch):
     assert torch.allclose(credited(credit_inputs(batch), recipe).advantages_N, group_normalized(batch))
 
 
-# What is paid turn by turn, and greedily, stays a part of what is paid in all.
+# Turn rewards and the greedy baseline are shaped like the reward of the trajectory.
 
 
 def test_a_clipped_trajectory_is_paid_less_for_each_of_its_turns():
@@ -220,7 +220,7 @@ def test_the_full_kl_is_charged_as_it_was_computed_and_needs_no_logprobs():
 
 @few
 @given(random_inputs())
-def test_a_sampled_kl_charges_what_a_full_one_of_the_same_size_would(inputs):
+def test_a_sampled_kl_is_charged_like_a_full_one_of_the_same_size(inputs):
     recipe = credit_recipe(ShapingConfig(kl=KL), advantage=group_relative)
     sampled = credited(inputs, replace(recipe, kl_estimators={"": k2}))
     divergences_N = k2(inputs.anchor_logprobs_N, inputs.reference_logprobs_N)
@@ -272,8 +272,8 @@ def test_weights_multiply_and_have_mean_one_over_those_kept():
     assert credit.weights_S.tolist() == pytest.approx([1.125, 0.375, 1.5, 1.0])
 
 
-def test_weights_that_leave_nobody_any_weight_are_zero_and_not_nan():
-    # always-right groups count nothing, and there are no others
+def test_weights_of_a_batch_whose_trajectories_all_have_weight_zero_are_zero_and_not_nan():
+    # groups that are always right have weight 0, and there are no others
     section = ShapingConfig(weights=SampleWeightsConfig(difficulty=WeightRange(first=0.0, last=1.0)))
     credit = credited(credit_inputs(advantage_inputs([1, 1])), credit_recipe(section))
     assert credit.weights_S.tolist() == [0, 0]
@@ -323,7 +323,7 @@ def test_a_domains_own_section_replaces_the_common_one_for_its_trajectories_alon
     )
 
 
-def test_a_domain_without_penalty_is_charged_nothing_beside_one_that_is():
+def test_a_domain_without_penalty_is_charged_nothing_beside_a_domain_with_one():
     inputs = credit_inputs(advantage_inputs([0, 0]), domain=[0, 1], domains=("math", "sort"), divergences_N=[3, 3])
     own = ShapingConfig(kl=KlRewardConfig(coefficient=1.0, estimator=KlEstimator.FULL))
     credit = credited(inputs, credit_recipe(domains={"sort": own}, advantage=monte_carlo_return))
@@ -382,7 +382,7 @@ def test_running_statistics_are_of_rewards_with_their_overlong_penalties():
     assert credit.advantages_N.tolist() == pytest.approx([-0.707107] * 10 + [0.707107], abs=1e-5)
 
 
-def test_no_moments_are_kept_that_nobody_normalises_by():
+def test_moments_are_kept_only_for_running_statistics():
     inputs = credit_inputs(advantage_inputs([1, 0]))
     _, state = assign_credit(inputs, credit_recipe(NormalizingConfig(normalize=BATCH)), CreditState())
     assert state.moments == {}
@@ -420,7 +420,8 @@ def test_a_coefficient_that_does_not_adapt_is_not_kept():
     assert state.kl_coefficients == {}
 
 
-def everything_after(state: CreditState, inputs: CreditInputs) -> tuple[Tensor, CreditState]:
+def credit_with_everything(state: CreditState, inputs: CreditInputs) -> tuple[Tensor, CreditState]:
+    """Advantages and next state, with every kind of shaping switched on."""
     recipe = credit_recipe(EVERYTHING, kl_estimators={"": k1}, advantage=monte_carlo_return)
     credit, state = assign_credit(inputs, recipe, state)
     return credit.advantages_N, state
@@ -429,14 +430,14 @@ def everything_after(state: CreditState, inputs: CreditInputs) -> tuple[Tensor, 
 @few
 @given(random_inputs(), random_inputs())
 def test_credit_is_pure_and_its_state_survives_json(first, second):
-    _, between = everything_after(CreditState(), first)
+    _, between = credit_with_everything(CreditState(), first)
     as_it_was = between.model_dump_json()
-    advantages_N, after = everything_after(between, second)
+    advantages_N, after = credit_with_everything(between, second)
     assert between.model_dump_json() == as_it_was
-    again_N, after_again = everything_after(CreditState.model_validate_json(as_it_was), second)
+    again_N, after_again = credit_with_everything(CreditState.model_validate_json(as_it_was), second)
     assert torch.equal(advantages_N, again_N)
     assert after_again == after
-    assert after != between  # it does remember
+    assert after != between  # the state did change
 
 
 @few
@@ -481,7 +482,7 @@ def test_a_greedy_baseline_pays_for_its_own_length():
     assert credited(inputs, recipe).advantages_N.tolist() == [0.0] * 8
 
 
-def test_what_a_token_is_charged_can_be_bounded():
+def test_the_charge_of_a_token_can_be_bounded():
     inputs = credit_inputs(advantage_inputs([0], turns=[[2]]))
     inputs = replace(inputs, anchor_logprobs_N=floats([-1, -1]), reference_logprobs_N=floats([-1.1, -9]))
     shaping = ShapingConfig(kl=KlRewardConfig(coefficient=1.0, token_reward_clip=0.5))

@@ -1,4 +1,4 @@
-"""Estimates of the KL divergence, by hand and against the exact sum over a small vocabulary. Shapes: V vocabulary."""
+"""Estimators of the KL divergence: by hand, and against the exact sum over a small vocabulary. Shapes: V vocabulary."""
 
 import math
 
@@ -16,7 +16,7 @@ logprobs = st.floats(-20, 0)
 every_estimator = pytest.mark.parametrize("estimator", [k1, k2, k3, absolute])
 
 
-def number(value: float) -> Tensor:
+def scalar(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
@@ -53,19 +53,19 @@ def test_the_full_divergence_by_hand():
 @settings(max_examples=50, deadline=None)
 def test_all_but_k1_are_never_negative(policy, other):
     for estimator in (k2, k3, absolute):
-        assert estimator(number(policy), number(other)).item() >= -1e-12
+        assert estimator(scalar(policy), scalar(other)).item() >= -1e-12
 
 
 @given(policy=st.floats(-1e6, 0), other=st.floats(-1e6, 0))
 @settings(max_examples=50, deadline=None)
 def test_k3_stays_within_its_bound_however_far_apart_the_policies_are(policy, other):
-    assert k3(number(policy), number(other)).item() <= math.exp(MAX_LOG_RATIO) - MAX_LOG_RATIO - 1 + 1e-6
+    assert k3(scalar(policy), scalar(other)).item() <= math.exp(MAX_LOG_RATIO) - MAX_LOG_RATIO - 1 + 1e-6
 
 
 @given(policy=logprobs, other=logprobs)
 @settings(max_examples=50, deadline=None)
-def test_which_policy_is_which_changes_the_sign_of_k1_and_nothing_of_k2_and_the_absolute(policy, other):
-    policy, other = number(policy), number(other)
+def test_swapping_the_policies_changes_the_sign_of_k1_and_nothing_of_k2_and_the_absolute(policy, other):
+    policy, other = scalar(policy), scalar(other)
     assert k1(policy, other) == -k1(other, policy)
     assert k2(policy, other) == k2(other, policy)
     assert absolute(policy, other) == absolute(other, policy)
@@ -75,14 +75,14 @@ def test_which_policy_is_which_changes_the_sign_of_k1_and_nothing_of_k2_and_the_
 @given(value=logprobs)
 @settings(max_examples=50, deadline=None)
 def test_a_policy_does_not_diverge_from_itself(estimator, value):
-    assert estimator(number(value), number(value)).item() == 0.0
+    assert estimator(scalar(value), scalar(value)).item() == 0.0
 
 
 @given(value=logprobs, distance=st.floats(-1e-3, 1e-3))
 @settings(max_examples=50, deadline=None)
 def test_near_the_reference_k2_and_k3_agree(value, distance):
     # they differ by d^3 / 6 and less
-    difference = k3(number(value + distance), number(value)) - k2(number(value + distance), number(value))
+    difference = k3(scalar(value + distance), scalar(value)) - k2(scalar(value + distance), scalar(value))
     assert abs(difference.item()) <= abs(distance) ** 3 / 6 + 1e-12
 
 

@@ -32,13 +32,14 @@ every_reduction = pytest.mark.parametrize("reduce", REDUCTIONS.values(), ids=RED
 
 
 def at_policy(inputs: LossInputs, compute: Callable[[LossInputs], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The loss as a function of the policy's logprobs alone."""
+    """Loss as a function of the policy's logprobs alone."""
     return lambda policy_N: compute(replace(inputs, policy_logprobs_N=policy_N))
 
 
 def with_frozen_weights(inputs: LossInputs, compute: Callable[[LossInputs], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The same, with anchor and sampler moving along with the policy: their ratios, and so the weights computed from them,
-    stay what they are at the point. That is the surrogate whose gradient a loss with sg[weight] has."""
+    """Loss as a function of the policy's logprobs, with anchor and sampler moving along with the policy. Their ratios, and
+    the weights computed from them, stay as they are at the point. A loss with sg[weight] has the gradient of this
+    surrogate."""
     point_N = inputs.policy_logprobs_N.detach().clone()  # finite differences are taken in place
 
     def loss(policy_N: Tensor) -> Tensor:
@@ -60,6 +61,7 @@ def compute_loss(inputs: LossInputs, **choices) -> Tensor:
 
 
 def point() -> LossInputs:
+    """Loss inputs at which gradients are checked, away from the kinks."""
     return random_loss_inputs(SEED, masked_share=0.15)
 
 

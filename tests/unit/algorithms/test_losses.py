@@ -1,4 +1,4 @@
-"""Objectives and the loss they add up to: numbers worked by hand, and what must hold of any numbers."""
+"""Objectives and the policy loss: values worked by hand, and properties that hold for any values."""
 
 import math
 from dataclasses import replace
@@ -105,7 +105,7 @@ def test_the_ratio_of_a_turn_is_the_geometric_mean_of_its_tokens():
     assert tokens.clipped_N.tolist() == [False, False, True]
 
 
-def test_a_masked_token_does_not_count_in_what_its_sequence_shares():
+def test_a_masked_token_does_not_count_in_the_ratio_of_its_sequence():
     # ratios 4, 1 and a masked 100. GSPO: still sqrt(4 * 1). TOPR, bounded at 50: 4 * 1. Kimi: (log 4 + log 1)^2 / 2 tokens
     inputs = loss_inputs(
         policy=[2 * LOG_2, 1.0, math.log(100.0)], anchor=[0.0, 1.0, 0.0], advantages=[-1.0] * 3, mask=[1.0, 1.0, 0.0]
@@ -144,7 +144,7 @@ def test_clipped_importance_weights_keep_the_gradient_of_every_token():
     assert policy_gradient_of(tokens.loss_N.sum(), inputs) == pytest.approx([-1.28, 1.28, -0.8, 0.8])
 
 
-def test_masking_clipped_importance_weights_removes_what_ppo_would_have_clipped():
+def test_masking_clipped_importance_weights_removes_the_tokens_that_ppo_clips():
     # PPO clips (ratio 2, A=1) and (ratio 0.5, A=-1)
     inputs = cispo_inputs()
     tokens = losses.clipped_importance_sampling(inputs, clip_low=0.2, clip_high=0.28, mask_clipped=True)
@@ -276,7 +276,7 @@ def test_cross_entropy_is_the_mean_negative_logprob_over_global_tokens():
     assert outputs.metric_sums["warm_start/entropy"].item() == 0.75
 
 
-# What holds of any numbers
+# Properties that hold for any values
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
@@ -375,7 +375,7 @@ def test_with_one_token_a_sequence_gspo_is_grpo(seed, count, reduce):
 @pytest.mark.parametrize("objective", [PPO, partial(losses.mirror_descent, temperature=0.3)], ids=["ratio", "kimi"])
 @given(seed=seeds, lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4))
 @settings(max_examples=50, deadline=None)
-def test_with_one_turn_a_sequence_the_level_of_turns_is_that_of_sequences(objective, seed, lengths):
+def test_with_one_turn_a_sequence_turn_level_is_sequence_level(objective, seed, lengths):
     inputs = random_loss_inputs(seed, [[length] for length in lengths], masked_share=0.2)
     by_turn = loss_and_gradient(inputs, partial(objective, level=RatioLevel.TURN))
     assert are_close(by_turn, loss_and_gradient(inputs, partial(objective, level=RatioLevel.SEQUENCE)))

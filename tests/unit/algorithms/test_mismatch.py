@@ -1,4 +1,4 @@
-"""What is said about the distance between trainer and sampler: numbers by hand, parts that add up, nothing infinite."""
+"""Mismatch metrics of trainer and sampler: values worked by hand, sums over parts of a batch, nothing infinite."""
 
 import math
 
@@ -8,13 +8,13 @@ import torch
 from roll_core.algorithms.mismatch import MismatchSums, measure_mismatch, mismatch_metrics
 
 
-def found(*log_ratios: float) -> dict[str, float]:
+def metrics_of(*log_ratios: float) -> dict[str, float]:
     return mismatch_metrics(measure_mismatch(torch.tensor(log_ratios)))
 
 
 def test_four_tokens_by_hand():
     # k3: 0, e^0.1 - 1.1 = 0.0051709, e^-0.7 - 0.3 = 0.1965853, e^0.2 - 1.2 = 0.0214028
-    assert found(0.0, 0.1, -0.7, 0.2) == pytest.approx(
+    assert metrics_of(0.0, 0.1, -0.7, 0.2) == pytest.approx(
         {
             "mean": (0.1 + 0.7 + 0.2) / 4,
             "max": 0.7,
@@ -29,8 +29,8 @@ def test_four_tokens_by_hand():
     )
 
 
-def test_perfect_agreement():
-    assert found(0.0, 0.0) == {
+def test_equal_logprobs_have_no_mismatch():
+    assert metrics_of(0.0, 0.0) == {
         "mean": 0.0,
         "max": 0.0,
         "kl": 0.0,
@@ -42,7 +42,7 @@ def test_perfect_agreement():
     }
 
 
-def test_tails_are_those_of_the_tokens_not_the_extremes():
+def test_percentiles_are_those_of_the_tokens_and_not_the_extremes():
     d_N = torch.arange(1, 201) / 1000  # 0.001 to 0.2: two of 200 tokens are at most 0.002, two are above 0.198
     metrics = mismatch_metrics(measure_mismatch(d_N))
     assert metrics["ratio_p01"] == pytest.approx(math.exp(0.002))
@@ -51,7 +51,7 @@ def test_tails_are_those_of_the_tokens_not_the_extremes():
 
 
 @pytest.mark.parametrize("cut", [0, 1, 3, 5])
-def test_parts_add_up_to_the_whole_tails_included(cut):
+def test_parts_add_up_to_the_whole_with_percentiles(cut):
     d_N = torch.tensor([0.3, -0.004, 1.5, -2.0, 0.01])
     parts = [measure_mismatch(d_N[:cut]), measure_mismatch(d_N[cut:])]
     whole = MismatchSums(
@@ -63,17 +63,17 @@ def test_parts_add_up_to_the_whole_tails_included(cut):
 
 
 def test_no_token_has_no_metrics():
-    assert found() == {}
+    assert metrics_of() == {}
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 400.0])
-def test_what_is_not_a_number_counts_as_far_apart_and_every_metric_is_finite(odd):
-    metrics = found(odd, 0.0)
+def test_an_infinite_or_undefined_log_ratio_counts_as_the_largest_and_every_metric_is_finite(odd):
+    metrics = metrics_of(odd, 0.0)
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["max"] == 10.0
     assert metrics["mean"] == 5.0
     assert metrics["share_off"] == 0.5
 
 
-def test_differences_far_below_a_bin_are_still_seen_in_the_mean():
-    assert found(2e-7, -2e-7)["mean"] == pytest.approx(2e-7)
+def test_differences_far_below_the_width_of_a_bin_show_in_the_mean():
+    assert metrics_of(2e-7, -2e-7)["mean"] == pytest.approx(2e-7)

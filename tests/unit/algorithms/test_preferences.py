@@ -1,4 +1,4 @@
-"""Losses on pairs, by hand, and how they move with the margin between chosen and rejected."""
+"""Preference losses: values worked by hand, and how they depend on the margin between chosen and rejected."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def part_of(inputs: PreferenceInputs, pairs: list[int]) -> PreferenceInputs:
 
 
 def with_margin_two(global_pairs: float = 1.0) -> PreferenceInputs:
-    """h = (-1 + 2) - (-3 + 2) = 2."""
+    """One pair with the margin h = (-1 + 2) - (-3 + 2) = 2."""
     return preference_inputs(
         chosen=[-1.0], rejected=[-3.0], chosen_reference=[-2.0], rejected_reference=[-2.0], global_pairs=global_pairs
     )
@@ -93,7 +93,7 @@ def test_smoothed_labels_are_a_mixture_of_the_losses_of_both_orders(seed, beta, 
 
 @given(seed=seeds, beta=betas, shift=st.floats(-5, 5))
 @settings(max_examples=50, deadline=None)
-def test_what_policy_and_reference_share_does_not_count(seed, beta, shift):
+def test_a_shift_of_both_policy_and_reference_does_not_count(seed, beta, shift):
     inputs = random_preference_inputs(seed)
     shifted = replace(
         inputs,
@@ -114,10 +114,10 @@ def test_direct_preference_pushes_hardest_where_the_order_is_most_wrong(seed, be
 
 @given(seed=seeds, beta=betas)
 @settings(max_examples=50, deadline=None)
-def test_identity_preference_is_content_with_its_margin(seed, beta):
+def test_identity_preference_has_no_loss_at_its_target_margin(seed, beta):
     inputs = random_preference_inputs(seed)
-    content = replace(inputs, chosen_reference_P=inputs.chosen_reference_P + (margins(inputs) - 1 / (2 * beta)).detach())
-    loss = identity_preference(content, beta=beta)
+    at_target = replace(inputs, chosen_reference_P=inputs.chosen_reference_P + (margins(inputs) - 1 / (2 * beta)).detach())
+    loss = identity_preference(at_target, beta=beta)
     assert loss.item() == pytest.approx(0.0, abs=1e-12)
     assert torch.allclose(gradient(loss, inputs.chosen_logprobs_P), torch.zeros_like(inputs.chosen_reference_P), atol=1e-9)
 

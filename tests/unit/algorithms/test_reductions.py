@@ -1,4 +1,4 @@
-"""From token losses to one number: by hand, and what no way of cutting or masking a batch may change."""
+"""Reductions of token losses to one number: by hand, and invariants under splitting and masking of a batch."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def random_values(seed: int, inputs: LossInputs) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "whole", "masked"),
     [
-        # sequences (1, 2, 3) and (10); then with the 2 masked, whose place in the denominators remains
+        # sequences (1, 2, 3) and (10); then with the 2 masked, which still counts in the denominators
         ("token_mean", 16 / 4, 14 / 4),
         ("sequence_mean_token_sum", (6 + 10) / 2, (4 + 10) / 2),
         ("sequence_mean_token_mean", (6 / 3 + 10) / 2, (4 / 3 + 10) / 2),

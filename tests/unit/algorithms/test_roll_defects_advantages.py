@@ -1,5 +1,5 @@
-"""Mistakes of the original ROLL in rewards and advantages, and that they are not made here. Each test also computes what the
-mistake would give, and that it is another number."""
+"""Defects of the original ROLL in rewards and advantages that must not come back. Each test also computes the result of the
+defect, to show that it differs."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ from tests.unit.algorithms.builders_advantages import (
     random_batches,
 )
 
-# Normalised rewards: a group's deviation with another mean came out as a table of groups, and running statistics not at all.
+# Normalised rewards: a group's deviation with another mean gave a table of groups, and running statistics did not work.
 
 REWARDS, GROUPS = floats([1, 4, 0, 2]), torch.tensor([0, 1, 0, 1])
 
@@ -49,12 +49,12 @@ def test_a_groups_deviation_with_another_mean_gives_one_number_for_each_trajecto
     assert rewards_S.tolist() == pytest.approx(expected, abs=1e-5)
     table_22 = (REWARDS - mean).view(2, 2) / REWARDS.view(2, 2).std(dim=1, keepdim=True)
     assert table_22.shape != rewards_S.shape
-    assert table_22.flatten().tolist() != pytest.approx(expected, abs=1e-2)  # nor do groups lie in rows: 1, 4 and 0, 2
+    assert table_22.flatten().tolist() != pytest.approx(expected, abs=1e-2)  # groups are no rows of it: 1, 4 and 0, 2
 
 
 @few
 @given(st.permutations(range(4)))
-def test_a_groups_deviation_is_found_wherever_its_trajectories_lie(order):
+def test_a_groups_deviation_does_not_depend_on_the_order_of_trajectories(order):
     among = {"group_S": GROUPS[order], "domain_S": torch.zeros_like(GROUPS), "moments_D": []}
     permuted_S = normalized(REWARDS[order], mean_from=StatisticsFrom.BATCH, std_from=StatisticsFrom.GROUP, **among)
     assert torch.allclose(permuted_S, by_group_std(StatisticsFrom.BATCH)[order])
@@ -77,7 +77,7 @@ DISCOUNT, DECAY = 0.9, 0.5
 
 
 def leaking(rewards: list[float], values: list[float]) -> list[float]:
-    """A textbook loop along a row, as if every place in it held a trained token of one trajectory."""
+    """Advantages by a textbook loop along a row, as if every position of it held a trained token of one trajectory."""
     advantages, advantage, following = [], 0.0, 0.0
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
         advantage = reward + DISCOUNT * following - value + DISCOUNT * DECAY * advantage
@@ -128,7 +128,7 @@ def test_after_an_observation_the_next_value_is_that_of_the_next_trained_token()
 
 @few
 @given(random_batches(), st.lists(st.integers(1, 3), min_size=1, max_size=4))
-def test_it_does_not_matter_to_generalized_advantages_how_unpaid_tokens_are_parted_into_turns(batch, lengths):
+def test_generalized_advantages_do_not_depend_on_how_unpaid_tokens_are_split_into_turns(batch, lengths):
     total = sum(lengths)
     values_N = batch.values_N.repeat(total)[:total].tolist()
     in_turns = advantage_inputs([1], turns=[lengths], values_N=values_N)
@@ -144,7 +144,7 @@ def test_the_value_after_the_last_token_counts_only_where_a_trajectory_was_cut_o
 
 @few
 @given(random_batches(), quarters)
-def test_what_follows_a_trajectory_that_ended_by_itself_is_never_looked_at(batch, garbage):
+def test_the_value_after_a_trajectory_that_ended_by_itself_is_never_used(batch, garbage):
     final_S = torch.where(batch.truncated_S, batch.final_values_S, torch.full_like(batch.final_values_S, garbage))
     changed = replace(batch, final_values_S=final_S)
     assert generalized(changed, bootstrap=True) == generalized(batch, bootstrap=True)
@@ -166,7 +166,7 @@ def test_equal_states_of_different_problems_are_not_compared():
     assert merged.tolist() == [-3.75, -4.75, 5.25, 3.25]
 
 
-def test_a_state_met_by_one_trajectory_of_each_problem_says_nothing_of_a_step():
+def test_a_state_met_by_one_trajectory_of_each_problem_gives_no_step_advantage():
     # state 7 is met once in each problem: nothing to compare with. (By state alone, 1 and 0 would give +-0.5.)
     inputs = advantage_inputs([1, 0], [0, 1], states=[[7], [7]])
     assert steps_alone(inputs).tolist() == [0.0, 0.0]
@@ -181,14 +181,14 @@ def test_steps_are_divided_by_their_deviation_exactly_when_the_algorithm_says_so
 
 @few
 @given(random_batches())
-def test_states_that_are_named_apart_by_problem_change_nothing(batch):
+def test_states_with_different_numbers_for_each_problem_change_nothing(batch):
     apart = replace(batch, state_T=batch.state_T + 10 * batch.group_S[batch.sequence_T])
     assert torch.equal(steps_alone(apart), steps_alone(batch))
 
 
 @few
 @given(random_batches(), quarters)
-def test_what_one_problem_pays_does_not_move_the_steps_of_another(batch, bonus):
+def test_the_rewards_of_one_problem_do_not_change_the_steps_of_another(batch, bonus):
     is_other_S = batch.group_S != 0
     paid = replace(batch, rewards_S=batch.rewards_S + bonus * is_other_S)
     unmoved_N = ~is_other_S[batch.sequence_N]

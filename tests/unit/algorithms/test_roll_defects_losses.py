@@ -1,5 +1,5 @@
-"""A defect of the original ROLL that must not come back: its token mean ignored the mask, so that what a filter had removed
-was trained on. Here the mask counts in every aggregation, and what a removed token holds cannot spread from it."""
+"""Defect of the original ROLL that must not come back: its token mean ignored the mask, so that removed tokens were trained
+on. Here the mask counts in every aggregation, and a NaN or infinite value of a removed token does not spread."""
 
 import math
 from dataclasses import replace
@@ -48,7 +48,7 @@ def test_the_mask_counts_in_every_aggregation(name, masked, unmasked):
 
 
 def test_the_token_mean_is_not_that_of_the_original():
-    """The original's formula, mean(loss), beside the documented one, sum(mask * loss) / tokens."""
+    """The formula of the original is mean(loss); the documented one is sum(mask * loss) / tokens."""
     inputs = loss_inputs(policy=[-1.0, -2.0, -4.0, -8.0], mask=[1.0, 1.0, 0.0, 1.0])
     original = losses.policy_gradient(inputs).loss_N.mean()
     documented = losses.policy_loss(inputs, objective=losses.policy_gradient, reduce=REDUCTIONS["token_mean"]).loss
@@ -59,7 +59,7 @@ def test_the_token_mean_is_not_that_of_the_original():
 
 @every_reduction
 @every_objective
-def test_a_filter_takes_the_gradient_of_what_it_removes_in_every_aggregation(objective, reduce):
+def test_tokens_that_a_filter_removes_have_no_gradient_in_any_aggregation(objective, reduce):
     inputs = random_loss_inputs(4)
     corrected, _ = (filtering := correction(FilterConfig(lower=0.8, upper=1.2)))(inputs)
     is_removed_N = corrected.mask_N == 0
@@ -72,7 +72,7 @@ def test_a_filter_takes_the_gradient_of_what_it_removes_in_every_aggregation(obj
 
 
 def holding(inputs: LossInputs, value: float, name: str) -> LossInputs:
-    """Token three holds it, and is masked."""
+    """Loss inputs whose third token is masked and has `value` in the field `name`."""
     held_N = vars(inputs)[name].detach().clone()
     held_N[2] = value
     mask_N = torch.ones_like(inputs.mask_N)
@@ -93,7 +93,7 @@ HELD = (
 @every_reduction
 @every_objective
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_a_masked_token_holds_does_not_spread(objective, reduce, value):
+def test_a_nan_or_infinity_of_a_masked_token_does_not_spread(objective, reduce, value):
     inputs = random_loss_inputs(4)
     expected = loss_and_gradient(holding(inputs, 0.0, "policy_logprobs_N"), objective, reduce)
     for name in HELD:
@@ -108,7 +108,7 @@ def loss_and_gradient(inputs: LossInputs, objective, reduce) -> tuple[Tensor, Te
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_the_reference_says_of_a_masked_token_does_not_spread(estimator, value):
+def test_the_reference_logprob_of_a_masked_token_does_not_spread(estimator, value):
     inputs = holding(random_loss_inputs(4), value, "reference_logprobs_N")
     outputs = losses.policy_loss(
         inputs, objective=OBJECTIVES["ppo"], reduce=REDUCTIONS["token_mean"], kl_coefficient=0.1, kl_estimator=estimator
@@ -120,8 +120,8 @@ def test_what_the_reference_says_of_a_masked_token_does_not_spread(estimator, va
 @pytest.mark.parametrize("level", list(CorrectionLevel))
 @every_objective
 def test_a_token_without_a_sampler_logprob_is_filtered_and_does_not_spread(objective, level):
-    """Inference engines answer not-a-number for tokens they cannot score; a filter of the same level removes the token, or
-    all that shares its ratio, and weights of that level say nothing about it."""
+    """Inference engines return NaN for tokens that they cannot score. A filter of the same level removes the token, or all
+    tokens that share its ratio, and weights of that level ignore it."""
     inputs = random_loss_inputs(4)
     sampler_N = inputs.sampler_logprobs_N.clone()
     sampler_N[2] = math.nan
@@ -141,7 +141,7 @@ def test_a_token_without_a_sampler_logprob_is_filtered_and_does_not_spread(objec
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_a_masked_token_holds_does_not_spread_in_the_critic(value):
+def test_a_nan_or_infinity_of_a_masked_token_does_not_spread_in_the_critic(value):
     # one token of error 1: 1 / 2 / 2
     for values, old, returns in ([value, 0.0, 0.0], [0.0, value, 0.0], [0.0, 0.0, value]):
         inputs = value_inputs(values=[1.0, values], old_values=[1.0, old], returns=[2.0, returns], mask=[1.0, 0.0])
@@ -151,7 +151,7 @@ def test_what_a_masked_token_holds_does_not_spread_in_the_critic(value):
         assert all(each.isfinite() for each in outputs.metric_sums.values())
 
 
-def test_what_a_masked_token_holds_does_not_spread_in_the_cross_entropy():
+def test_an_infinity_of_a_masked_token_does_not_spread_in_the_cross_entropy():
     inputs = loss_inputs(policy=[-1.0, -math.inf], mask=[1.0, 0.0])
     loss = losses.cross_entropy(inputs).loss
     assert loss.item() == 0.5

@@ -1,4 +1,4 @@
-"""Rewards before they become advantages, who is trained on and how much, KL controllers, and sums by group."""
+"""Shaping of rewards, masks and weights of trajectories, the KL controller, and statistics by group."""
 
 import pytest
 import torch
@@ -32,14 +32,16 @@ from tests.unit.algorithms.builders_advantages import few, floats, fractions, qu
 
 NONE, GROUP, DOMAIN, BATCH, RUNNING = StatisticsFrom
 GROUPED = st.lists(st.tuples(quarters, st.integers(0, 3)), min_size=1, max_size=8)
-"""Values with the numbers of their groups, of which there are four, some of them empty."""
+"""Values with the numbers of their groups. There are four groups, and some may be empty."""
 
 
-def parted(grouped: list[tuple[float, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+def values_and_groups(grouped: list[tuple[float, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split pairs into a tensor of values and a tensor of group numbers."""
     return floats([value for value, _ in grouped]), torch.tensor([group for _, group in grouped])
 
 
 def members(grouped: list[tuple[float, int]]) -> list[list[float]]:
+    """Values of each of the four groups."""
     return [[value for value, other in grouped if other == group] for group in range(4)]
 
 
@@ -47,7 +49,7 @@ def members(grouped: list[tuple[float, int]]) -> list[list[float]]:
 
 
 def test_sums_and_spreads_by_group_by_hand():
-    # group 0: 1, 3; group 1: nobody; group 2: 5
+    # group 0: 1, 3; group 1: empty; group 2: 5
     values_X, group_X = floats([1, 5, 3]), torch.tensor([0, 2, 0])
     assert sum_by(values_X, group_X, 3).tolist() == [4, 0, 5]
     assert count_by(group_X, 3, values_X).tolist() == [2, 0, 1]
@@ -59,7 +61,7 @@ def test_sums_and_spreads_by_group_by_hand():
     assert last_of(group_X, 3).tolist() == [2, 0, 1]
 
 
-def test_masked_means_leave_out_what_is_masked_even_when_it_is_not_a_number():
+def test_masked_means_leave_out_masked_values_even_if_they_are_nan():
     # group 0: 1 and 3 count, 9 does not: 2; group 1: nothing counts: 0
     values_X, group_X = floats([1, 9, 3, float("nan")]), torch.tensor([0, 0, 0, 1])
     assert masked_mean_by(values_X, floats([1, 0, 1, 0]), group_X, 2).tolist() == [2, 0]
@@ -68,8 +70,8 @@ def test_masked_means_leave_out_what_is_masked_even_when_it_is_not_a_number():
 @few
 @given(GROUPED)
 def test_statistics_by_group_are_those_of_each_groups_members(grouped):
-    values_X, group_X = parted(grouped)
-    nobody = [0.0]
+    values_X, group_X = values_and_groups(grouped)
+    if_empty = [0.0]
     sums = floats([sum(group) for group in members(grouped)])
     sizes = floats([len(group) for group in members(grouped)])
     means = floats([sum(group) / max(len(group), 1) for group in members(grouped)])
@@ -77,16 +79,16 @@ def test_statistics_by_group_are_those_of_each_groups_members(grouped):
     assert torch.equal(sum_by(values_X, group_X, 4), sums)
     assert torch.equal(count_by(group_X, 4, values_X), sizes)
     assert torch.allclose(mean_by(values_X, group_X, 4), means)
-    assert torch.equal(max_by(values_X, group_X, 4), floats([max(group or nobody) for group in members(grouped)]))
-    assert torch.equal(min_by(values_X, group_X, 4), floats([min(group or nobody) for group in members(grouped)]))
+    assert torch.equal(max_by(values_X, group_X, 4), floats([max(group or if_empty) for group in members(grouped)]))
+    assert torch.equal(min_by(values_X, group_X, 4), floats([min(group or if_empty) for group in members(grouped)]))
     assert torch.allclose(centred_by(values_X, group_X, 4), values_X - means[group_X])
     assert torch.allclose(std_by(values_X, group_X, 4), stds)
 
 
 @few
 @given(st.lists(st.tuples(quarters, st.integers(0, 3), st.booleans()), min_size=1, max_size=8))
-def test_a_masked_mean_is_the_mean_of_what_is_left(entries):
-    values_X, group_X = parted([(value, group) for value, group, _ in entries])
+def test_a_masked_mean_is_the_mean_of_the_unmasked_values(entries):
+    values_X, group_X = values_and_groups([(value, group) for value, group, _ in entries])
     mask_X = floats([float(kept) for _, _, kept in entries])
     is_kept_X = mask_X.bool()
     left_G = mean_by(values_X[is_kept_X], group_X[is_kept_X], 4)
@@ -109,7 +111,7 @@ def test_pairs_are_numbered_by_hand():
 
 @few
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=8))
-def test_two_places_have_one_number_exactly_when_both_of_the_pair_are_equal(pairs):
+def test_two_positions_have_the_same_number_exactly_when_their_pairs_are_equal(pairs):
     numbers_X, count = number_pairs(torch.tensor([a for a, _ in pairs]), torch.tensor([b for _, b in pairs]))
     numbers = numbers_X.tolist()
     assert set(numbers) == set(range(count))
@@ -118,7 +120,7 @@ def test_two_places_have_one_number_exactly_when_both_of_the_pair_are_equal(pair
 
 @few
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=8))
-def test_the_last_of_a_group_is_the_last_place_with_its_number(groups):
+def test_the_last_of_a_group_is_the_last_position_with_its_number(groups):
     last = last_of(torch.tensor(groups), 4).tolist()
     for group in set(groups):
         assert last[group] == len(groups) - 1 - groups[::-1].index(group)
@@ -134,11 +136,11 @@ def test_discounted_sums_by_hand():
 @few
 @given(GROUPED, fractions)
 def test_discounted_sums_are_those_of_a_plain_loop(grouped, discount):
-    values_X, group_X = parted(sorted(grouped, key=lambda entry: entry[1]))
+    values_X, group_X = values_and_groups(sorted(grouped, key=lambda entry: entry[1]))
     values, groups = values_X.tolist(), group_X.tolist()
-    for place in range(len(values) - 2, -1, -1):
-        if groups[place] == groups[place + 1]:
-            values[place] += discount * values[place + 1]
+    for position in range(len(values) - 2, -1, -1):
+        if groups[position] == groups[position + 1]:
+            values[position] += discount * values[position + 1]
     assert torch.allclose(discounted_sums(values_X, group_X, 4, discount), floats(values))
 
 
@@ -158,7 +160,7 @@ MOMENTS = [Moments(count=5, mean=1.0, squares=16.0), Moments(count=2, mean=2.0, 
         (RUNNING, [0, 2, -1, 2]),  # means 1 and 2
     ],
 )
-def test_where_the_mean_comes_from_by_hand(mean_from, expected):
+def test_rewards_with_every_source_of_the_mean_by_hand(mean_from, expected):
     among = {"group_S": GROUPS, "domain_S": DOMAINS, "moments_D": MOMENTS}
     assert normalized(REWARDS, mean_from=mean_from, std_from=NONE, **among).tolist() == pytest.approx(expected)
 
@@ -173,7 +175,7 @@ def test_where_the_mean_comes_from_by_hand(mean_from, expected):
         (RUNNING, [2, 2, 2, 0.5]),  # sqrt(16 / 4), sqrt(0.25 / 1)
     ],
 )
-def test_where_the_deviation_comes_from_by_hand(std_from, expected):
+def test_rewards_with_every_source_of_the_deviation_by_hand(std_from, expected):
     among = {"group_S": GROUPS, "domain_S": DOMAINS, "moments_D": MOMENTS}
     divisors_S = divisors(REWARDS, std_from=std_from, **among)
     assert divisors_S.tolist() == pytest.approx(expected, abs=2e-6)
@@ -183,8 +185,8 @@ def test_where_the_deviation_comes_from_by_hand(std_from, expected):
 
 @few
 @given(GROUPED, st.sampled_from([GROUP, DOMAIN, BATCH]), st.integers(1, 8), quarters)
-def test_normalised_rewards_forget_zero_and_unit_where_mean_and_deviation_are_of_the_same(grouped, source, unit, shift):
-    rewards_S, group_S = parted(grouped)
+def test_normalised_rewards_ignore_zero_and_unit_if_mean_and_deviation_have_the_same_source(grouped, source, unit, shift):
+    rewards_S, group_S = values_and_groups(grouped)
     among = {"mean_from": source, "std_from": source, "group_S": group_S, "domain_S": group_S % 2, "moments_D": []}
     plain_S, moved_S = normalized(rewards_S, **among), normalized(rewards_S * unit + shift, **among)
     assert torch.allclose(plain_S, moved_S, atol=1e-4)
@@ -193,7 +195,7 @@ def test_normalised_rewards_forget_zero_and_unit_where_mean_and_deviation_are_of
 @few
 @given(GROUPED)
 def test_normalised_by_group_rewards_have_mean_zero_and_deviation_one_in_each(grouped):
-    rewards_S, group_S = parted(grouped)
+    rewards_S, group_S = values_and_groups(grouped)
     normal_S = normalized(rewards_S, mean_from=GROUP, std_from=GROUP, group_S=group_S, domain_S=group_S, moments_D=[])
     assert torch.allclose(mean_by(normal_S, group_S, 4), torch.zeros(4, dtype=torch.float64), atol=1e-9)
     differs_G = floats([float(len(set(group)) > 1) for group in members(grouped)])
@@ -273,7 +275,7 @@ def test_long_wrong_answers_by_hand():
 
 
 answers = st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(1, 9)), min_size=1, max_size=8)
-"""Right or wrong, the group, the length."""
+"""Strategy of answers: whether right, the group, the length."""
 
 
 def columns(entries: list[tuple[bool, int, int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -321,7 +323,7 @@ def test_weights_that_are_all_zero_stay_zero():
 
 @few
 @given(answers, fractions, fractions)
-def test_weights_lie_between_their_ends_in_the_order_of_what_they_weigh(entries, first, last):
+def test_weights_are_within_their_range_and_in_the_order_of_difficulty_or_length(entries, first, last):
     correct_S, group_S, lengths_S = columns(entries)
     difficulty_S = 1 - mean_by(correct_S.double(), group_S, 3)[group_S]
     weighed = [
@@ -337,7 +339,7 @@ def test_weights_lie_between_their_ends_in_the_order_of_what_they_weigh(entries,
 
 @few
 @given(st.lists(st.integers(1, 9).map(float), min_size=1, max_size=6), st.integers(1, 5))
-def test_rescaled_weights_have_mean_one_and_forget_their_unit(weights, unit):
+def test_rescaled_weights_have_mean_one_and_ignore_their_unit(weights, unit):
     rescaled_S = rescaled_to_mean_one(floats(weights))
     assert rescaled_S.mean().item() == pytest.approx(1)
     assert torch.allclose(rescaled_to_mean_one(floats(weights) * unit), rescaled_S)

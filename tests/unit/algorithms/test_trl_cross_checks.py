@@ -1,7 +1,7 @@
 """Losses and advantages against TRL's own code, on the same random numbers.
 
-TRL's methods run on a stand-in for a trainer: generation, rewards and the model's forward pass answer with our numbers; all
-that follows is theirs: advantages, importance ratios, losses. Their tensors are padded ([B, T]), ours lie end to end.
+TRL's methods run on a stand-in for a trainer, whose generation, rewards and forward pass return our numbers. TRL computes
+all that follows: advantages, importance ratios, losses. Its tensors are padded ([B, T]), ours are concatenated.
 """
 
 from collections import defaultdict
@@ -41,7 +41,7 @@ REDUCTION_OF: dict[str, Reduction] = {
     "dapo": reductions.token_mean,
     "dr_grpo": partial(reductions.fixed_length, length=MAX_COMPLETION_LENGTH),
 }
-"""By TRL's loss type. Within one batch BNPO's mean over tokens is DAPO's."""
+"""Reduction for each loss type of TRL. Within one batch BNPO's mean over tokens is DAPO's."""
 
 
 def our_advantages(advantage: AdvantageFn, scale: float = 1.0) -> Tensor:
@@ -50,7 +50,7 @@ def our_advantages(advantage: AdvantageFn, scale: float = 1.0) -> Tensor:
 
 
 def batch(seed: int, advantage: AdvantageFn = advantages.group_relative) -> LossInputs:
-    """Sampler logprobs are what float32 can hold, as that is how TRL keeps them."""
+    """Random batch. Its sampler logprobs are representable in float32, which is how TRL stores them."""
     inputs = random_loss_inputs(seed, [[length] for length in LENGTHS])
     return replace(
         inputs,
@@ -61,7 +61,7 @@ def batch(seed: int, advantage: AdvantageFn = advantages.group_relative) -> Loss
 
 
 def padded(values_N: Tensor) -> Tensor:
-    """One row a sequence, zeros at the end; the gradient flows back."""
+    """Padded rows, one per sequence, with zeros at the end; the gradient flows back."""
     return torch.nn.utils.rnn.pad_sequence(list(values_N.split(LENGTHS)), batch_first=True)
 
 
@@ -86,7 +86,7 @@ ALONE = SimpleNamespace(
 
 
 def trainer(inputs: LossInputs, *, reward_scale: float = 1.0, delta: float | None = None, **options) -> SimpleNamespace:
-    """What the methods of TRL's trainers read of `self`."""
+    """Stand-in for a trainer of TRL: the attributes that its methods read from `self`."""
 
     def forward(model, *_, **__) -> tuple[Tensor, Tensor, None]:
         if model is REFERENCE:
@@ -108,7 +108,7 @@ def trainer(inputs: LossInputs, *, reward_scale: float = 1.0, delta: float | Non
             gradient_checkpointing_kwargs=None,
             per_device_train_batch_size=len(LENGTHS),
         ),
-        # of the loss
+        # read by the loss
         "aux_loss_enabled": False,
         "beta": 0.0,
         "current_gradient_accumulation_steps": 1,
@@ -121,7 +121,7 @@ def trainer(inputs: LossInputs, *, reward_scale: float = 1.0, delta: float | Non
         "top_entropy_quantile": 1.0,
         "use_adaptive_entropy": False,
         "_entropy_bonus_enabled": False,
-        # of advantages and importance ratios
+        # read by advantages and importance ratios
         "mask_truncated_completions": False,
         "multi_objective_aggregation": "sum_then_normalize",
         "normalize_advantages": False,
@@ -133,7 +133,7 @@ def trainer(inputs: LossInputs, *, reward_scale: float = 1.0, delta: float | Non
         "scale_rewards": "none",
         "use_vllm": False,
         "vllm_importance_sampling_correction": False,
-        # of everything else that passes through the same methods
+        # read by the rest of the same methods
         "_logs": defaultdict(list) | {"rewards": defaultdict(list)},
         "_metrics": {"train": defaultdict(list)},
         "_pending_extra_logs": {},
@@ -221,7 +221,7 @@ def test_gspo(seed):
 
 @three_seeds
 def test_cispo(seed):
-    """TRL's bound is that of the weight itself, ours its distance from 1; below, neither has one."""
+    """TRL bounds the weight itself, we bound its distance from 1. Neither has a lower bound here."""
     inputs = batch(seed)
     _, theirs, _ = grpo(inputs, loss_type="cispo", epsilon_high=1 + CLIP_HIGH)
     objective = partial(losses.clipped_importance_sampling, clip_low=1.0, clip_high=CLIP_HIGH, mask_clipped=False)
@@ -231,7 +231,7 @@ def test_cispo(seed):
 @three_seeds
 @pytest.mark.parametrize("loss_type", ["bnpo", "dapo"])
 def test_the_entropy_bonus(loss_type, seed):
-    """TRL's is a mean over tokens whatever the loss; ours is aggregated as the loss is."""
+    """TRL's bonus is a mean over tokens whatever the loss; ours is aggregated as the loss is."""
     inputs = batch(seed)
     entropies_N = -inputs.policy_logprobs_N * inputs.policy_logprobs_N.exp()  # any function of the policy
     inputs = replace(inputs, entropies_N=entropies_N)
@@ -246,7 +246,7 @@ def test_the_entropy_bonus(loss_type, seed):
 )
 @every_loss_type
 def test_weights_for_the_mismatch_with_the_sampler(loss_type, mode, level, upper, seed):
-    """With no bound above, at the level of tokens: decoupled PPO."""
+    """Weights at token level without an upper bound are decoupled PPO."""
     inputs = batch(seed)
     options = {
         "use_vllm": True,
@@ -266,7 +266,7 @@ def test_weights_for_the_mismatch_with_the_sampler(loss_type, mode, level, upper
 )
 @every_loss_type
 def test_filters_for_the_mismatch_with_the_sampler(loss_type, mode, level, seed):
-    """TRL's masks leave the KL term of what they remove, ours take it away: compared without one."""
+    """TRL's masks keep the KL term of removed tokens and ours drop it, so the losses are compared without a KL term."""
     inputs = batch(seed)
     options = {
         "use_vllm": True,
@@ -283,7 +283,7 @@ def test_filters_for_the_mismatch_with_the_sampler(loss_type, mode, level, seed)
 
 @three_seeds
 def test_rloo(seed):
-    """On policy, the gradient: TRL writes it as the ratio of the whole sequence, whose value is 1, we as the logprob."""
+    """Gradients agree on policy, where TRL uses the ratio of the whole sequence, whose value is 1, and we the logprob."""
     inputs = batch(seed, advantages.leave_one_out)
     inputs = replace(inputs, anchor_logprobs_N=inputs.policy_logprobs_N.detach())
     theirs_S, theirs = rloo(inputs)
@@ -301,13 +301,13 @@ def test_rloo(seed):
     ],
 )
 def test_group_advantages(scaling, ours):
-    """Rewards of the order of a million: TRL adds 1e-4 to standard deviations, we 1e-6, and neither must be seen."""
+    """Rewards are about a million, so that what is added to standard deviations does not show: 1e-4 by TRL, 1e-6 by us."""
     theirs_S, _, _ = grpo(batch(0), scale_rewards=scaling, reward_scale=1e6)
     assert_close(our_advantages(ours, scale=1e6), spread(theirs_S))
 
 
 def spread(values_S: Tensor) -> Tensor:
-    """To every token of a sequence."""
+    """Repeat the value of a sequence for each of its tokens."""
     return torch.cat([value.expand(length) for value, length in zip(values_S, LENGTHS, strict=True)])
 
 
@@ -315,7 +315,7 @@ def spread(values_S: Tensor) -> Tensor:
 
 
 def dpo(inputs: PreferenceInputs, loss_type: str, beta: float) -> tuple[Tensor, float]:
-    """TRL's loss, and its share of pairs in order. The last of a completion's tokens holds its whole logprob; chosen
+    """TRL's loss, and its share of pairs in the right order. The last token of a completion holds its whole logprob. Chosen
     completions have three tokens and rejected ones two, after a prompt of one."""
     from trl.trainer.dpo_trainer import DPOTrainer
 
@@ -326,7 +326,7 @@ def dpo(inputs: PreferenceInputs, loss_type: str, beta: float) -> tuple[Tensor, 
         torch.nn.functional.pad(logprobs_P.unsqueeze(1), padding)
         for logprobs_P, padding in ((inputs.chosen_logprobs_P, (2, 0)), (inputs.rejected_logprobs_P, (1, 1)))
     )
-    answer = SimpleNamespace(
+    model_outputs = SimpleNamespace(
         log_probs=torch.cat([chosen_PT, rejected_PT]),
         entropy=torch.zeros(shape),
         mean_logits=torch.zeros(shape),
@@ -354,7 +354,7 @@ def dpo(inputs: PreferenceInputs, loss_type: str, beta: float) -> tuple[Tensor, 
         "ref_chosen_logps": inputs.chosen_reference_P,
         "ref_rejected_logps": inputs.rejected_reference_P,
     }
-    loss = DPOTrainer._compute_loss(stand_in, lambda **_: answer, seen, return_outputs=False)
+    loss = DPOTrainer._compute_loss(stand_in, lambda **_: model_outputs, seen, return_outputs=False)
     return loss, stand_in._metrics["train"]["rewards/accuracies"][0]
 
 
@@ -377,7 +377,7 @@ def test_dpo(seed, beta):
 @pytest.mark.parametrize("beta", [0.1, 0.5])
 @three_seeds
 def test_ipo(seed, beta):
-    """TRL divides logprobs by the lengths of completions; here the caller decides, and does so too."""
+    """TRL divides logprobs by the lengths of completions. Our loss leaves that to its caller, here the test."""
     inputs = random_preference_inputs(seed)
     by_token = replace(
         inputs,
@@ -392,8 +392,8 @@ def test_ipo(seed, beta):
 @pytest.mark.parametrize("share", [0.1, 0.4])
 @three_seeds
 def test_cdpo(seed, share):
-    """This TRL smooths no labels of its sigmoid loss: cDPO is its loss of the pairs as labelled, and of the pairs swapped,
-    each with its chance."""
+    """The installed TRL has no label smoothing for its sigmoid loss. cDPO is its loss of the pairs as labelled plus its loss
+    of the swapped pairs, each weighted by its probability."""
     inputs = random_preference_inputs(seed)
     swapped = replace(
         inputs,

@@ -1,4 +1,4 @@
-"""The critic's loss, by hand and against the squared error it bounds."""
+"""Critic's loss: by hand, and against the squared error that it bounds."""
 
 from dataclasses import replace
 

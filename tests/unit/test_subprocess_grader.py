@@ -1,4 +1,4 @@
-"""Rewards that grade in processes of their own: what is right, what hangs, what dies, and who is replaced."""
+"""Rewards that grade in subprocesses: right and wrong answers, deadlines, crashes, and the replacement of processes."""
 
 import asyncio
 import os
@@ -21,31 +21,32 @@ from roll_core.types.trajectory import Failure, Message, Problem, Score, Speaker
 from tests.support import tiny_config, trajectory
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-"""Processes outlive the event loop of a test; those of a reward worker end with it."""
+"""Grader processes outlive the event loop of a test. In a run they end with their reward worker."""
 TOWER = "$9^{9^{9^{9^{9}}}}$"
-"""Evaluating it takes for ever."""
+"""Expression whose evaluation does not end."""
 
 
 def problem(answer: str) -> Problem:
     return Problem("p/1", "p", (Message(Speaker.USER, "?"),), answer)
 
 
-def said(text: str) -> Trajectory:
+def answered_with(text: str) -> Trajectory:
+    """Trajectory whose only turn is `text`."""
     answered = trajectory(0, 0, 0.0)
     return replace(answered, turns=(replace(answered.turns[0], text=text),))
 
 
-def grade_all(reward: Reward, *asked: tuple[Problem, str]) -> list[Score | BaseException]:
-    """All at once, in one event loop, as a reward worker is asked."""
+def grade_all(reward: Reward, *items: tuple[Problem, str]) -> list[Score | BaseException]:
+    """Grade all answers concurrently in one event loop, as a reward worker does."""
 
-    async def ask() -> list[Score | BaseException]:
-        return await asyncio.gather(*(reward(p, said(text)) for p, text in asked), return_exceptions=True)
+    async def grade() -> list[Score | BaseException]:
+        return await asyncio.gather(*(reward(p, answered_with(text)) for p, text in items), return_exceptions=True)
 
-    return asyncio.run(ask())
+    return asyncio.run(grade())
 
 
 # -------------------------------------------------------------------------------------------------- Math-Verify
-def test_what_is_equal_in_mathematics_is_right():
+def test_mathematically_equal_answers_are_right():
     right = [
         ("42", "So the answer is 42."),
         (r"\frac{1}{2}", "It is $0.5$."),
@@ -54,12 +55,12 @@ def test_what_is_equal_in_mathematics_is_right():
         (r"\{1, 2\}", r"\boxed{\{2, 1\}}"),
     ]
     wrong = [("42", "It is 41."), ("42", "no idea"), (r"\frac{1}{2}", r"\boxed{2}"), ("42", r"\frac{{{")]
-    asked = [(problem(answer), text) for answer, text in right + wrong]
+    items = [(problem(answer), text) for answer, text in right + wrong]
     expected = [Score(1.0, True)] * len(right) + [Score(0.0, False)] * len(wrong)
-    assert grade_all(build_reward(MathVerify()), *asked) == expected
+    assert grade_all(build_reward(MathVerify()), *items) == expected
 
 
-def test_an_answer_that_takes_for_ever_costs_its_trajectory_and_nobody_elses():
+def test_an_answer_that_exceeds_the_deadline_costs_its_own_trajectory_only():
     reward = build_reward(MathVerify(deadline_seconds=3.0, processes=1))
     late, right = grade_all(reward, (problem("7"), TOWER), (problem("7"), "$3 + 4$"))
     assert isinstance(late, RewardError)
@@ -76,7 +77,7 @@ def test_a_problem_without_mathematics_cannot_be_graded():
 def test_in_the_reward_worker_a_late_answer_is_a_failure_and_never_a_zero(tmp_path):
     reward = {"kind": "math_verify", "deadline_seconds": 3.0}
     worker = RewardRole(tiny_config(tmp_path, reward=reward))
-    items = [(problem("7"), said("7")), (problem("7"), said(TOWER)), (problem("7"), said("8"))]
+    items = [(problem("7"), answered_with("7")), (problem("7"), answered_with(TOWER)), (problem("7"), answered_with("8"))]
     right, late, wrong = asyncio.run(worker.grade(items))
     assert (right, wrong) == (Score(1.0, True), Score(0.0, False))
     assert isinstance(late, Failure)
@@ -86,7 +87,7 @@ def test_in_the_reward_worker_a_late_answer_is_a_failure_and_never_a_zero(tmp_pa
 # -------------------------------------------------------------------------------------------------- any grader
 @pytest.fixture
 def grader(tmp_path, monkeypatch) -> SubprocessGrader:
-    """A grader that does what it is asked to."""
+    """Grader that grades, dies, hangs or runs out of memory, as the request says."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "their_grader.py").write_text(
         "import os, time\n"
@@ -105,7 +106,7 @@ def grader(tmp_path, monkeypatch) -> SubprocessGrader:
 
 
 def test_a_process_serves_many_answers_and_is_replaced_when_one_kills_it(grader):
-    async def ask() -> list[float | str]:
+    async def grade_all_requests() -> list[float | str]:
         found: list[float | str] = []
         for do in ("grade", "grade", "fill", "grade", "die", "grade", "hang", "grade"):
             try:
@@ -114,7 +115,7 @@ def test_a_process_serves_many_answers_and_is_replaced_when_one_kills_it(grader)
                 found.append(error.cause)
         return found
 
-    first, same, full, still, dead, second, late, third = asyncio.run(ask())
+    first, same, full, still, dead, second, late, third = asyncio.run(grade_all_requests())
     assert first == same == still
     assert len({first, second, third}) == 3
     assert full == "MemoryError"
@@ -122,14 +123,14 @@ def test_a_process_serves_many_answers_and_is_replaced_when_one_kills_it(grader)
     assert late == "it took longer than reward.deadline_seconds (5)"
 
 
-def test_an_answer_that_is_no_longer_wanted_leaves_no_process_in_the_middle_of_it(grader):
-    async def ask() -> tuple[float, float]:
+def test_the_process_of_a_cancelled_request_is_replaced(grader):
+    async def grade_around_a_cancellation() -> tuple[float, float]:
         before = await grader.grade(problem(""), {"do": "grade"})
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(grader.grade(problem(""), {"do": "hang"}), 0.05)
         return before.value, (await grader.grade(problem(""), {"do": "grade"})).value
 
-    before, after = asyncio.run(ask())
+    before, after = asyncio.run(grade_around_a_cancellation())
     assert before != after
 
 
@@ -141,7 +142,7 @@ def test_a_process_whose_reward_worker_is_gone_ends_by_itself(grader):
     assert done.stdout == b"started\n"
 
 
-def test_a_grader_that_does_not_start_is_taken_to_be_unavailable():
+def test_a_grader_that_does_not_start_counts_as_unavailable():
     grader = SubprocessGrader("theirs", "no_such_grader", SubprocessGrading())
     with pytest.raises(ConnectionError, match="the process of reward 'theirs' died while starting") as raised:
         asyncio.run(grader.grade(problem(""), {}))
@@ -154,13 +155,13 @@ def test_reasoning_gym_grades_with_the_scorer_of_the_task():
     source = ReasoningGymSource(ReasoningGymProblems(tasks=tasks), seed=0)
     problems = [source.problem(index) for index in range(12)]
     assert {p.domain for p in problems} == {"chain_sum", "countdown", "gsm_symbolic"}
-    asked = [(p, f"Well: <answer> {p.answer} </answer>") for p in problems] + [(p, "no idea") for p in problems]
-    scores = grade_all(build_reward(ReasoningGym()), *asked)
+    items = [(p, f"Well: <answer> {p.answer} </answer>") for p in problems] + [(p, "no idea") for p in problems]
+    scores = grade_all(build_reward(ReasoningGym()), *items)
     assert scores[:12] == [Score(1.0, True)] * 12
     assert all(isinstance(score, Score) and score.value < 0.5 and not score.correct for score in scores[12:])
 
 
-def test_what_is_in_the_last_tags_is_the_answer():
+def test_the_text_in_the_last_tags_is_the_answer():
     assert text_in_tag("<answer>1</answer> no, <answer>\n7 </answer>", "answer") == "7"
     assert text_in_tag(" 7\n", "answer") == "7"
     assert text_in_tag("<answer>7</answer>", None) == "<answer>7</answer>"
@@ -173,9 +174,9 @@ def test_reasoning_gym_grades_no_other_problems(tmp_path):
         tiny_config(tmp_path, reward={"kind": "reasoning_gym"})
 
 
-# -------------------------------------------------------------------------------------------------- what is not installed
+# -------------------------------------------------------------------------------------------------- missing packages
 @pytest.mark.parametrize(
-    ("module", "build", "says"),
+    ("module", "build", "message"),
     [
         ("math_verify", lambda: build_reward(MathVerify()), "reward.kind math_verify: the package math_verify is missing"),
         ("reasoning_gym", lambda: build_reward(ReasoningGym()), "reward.kind reasoning_gym: the package reasoning_gym is"),
@@ -186,7 +187,7 @@ def test_reasoning_gym_grades_no_other_problems(tmp_path):
         ),
     ],
 )
-def test_a_missing_package_is_one_sentence(monkeypatch, module, build, says):
+def test_a_missing_package_is_reported_in_one_sentence(monkeypatch, module, build, message):
     monkeypatch.setattr("roll_core.extras.find_spec", lambda name: None if name == module else object())
-    with pytest.raises(UserError, match=f"^{says}.* pip install 'roll-rl\\[math\\]'$"):
+    with pytest.raises(UserError, match=f"^{message}.* pip install 'roll-rl\\[math\\]'$"):
         build()
