@@ -12,7 +12,7 @@ from prefect.artifacts import create_markdown_artifact
 
 from roll_core.config.operations.nightly import ReferenceRun, Tolerances
 from roll_core.config.run import RunConfig
-from roll_core.reporting.regression import judge, verdicts_page, measure_run
+from roll_core.reporting.regression import judge, measure_run, verdicts_page
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.runs import find_run, read_chain
 from roll_core.types.regression import Measured, Verdict

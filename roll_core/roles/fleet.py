@@ -77,6 +77,15 @@ class Fleet:
         takes as long."""
 
     def __enter__(self) -> "Fleet":
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self) -> None:
+        """Connect to Ray, check its nodes and start all roles."""
         deadline_s = self._config.deadlines.start
         connect_ray(self._config.cluster, self._ray_address, deadline_s)
         check_nodes(self._config.cluster, self._config.nodes, self._leg_dir)
@@ -98,7 +107,6 @@ class Fleet:
             config, self._run.run_id, self._store, self._ranks, self._worker_pool, self._replace, self._background
         )
         self._start_roles(deadline_s)
-        return self
 
     @property
     def has_critic(self) -> bool:

@@ -96,7 +96,7 @@ def _connect(address: str, num_nodes: int, deadline_s: float) -> None:
     while missing:
         try:
             ray.init(address=address, _node_ip_address=here, ignore_reinit_error=True, **_QUIET)
-            missing = num_nodes - len(leg_nodes())
+            missing = max(0, num_nodes - len(leg_nodes()))
             cause = f"{missing} of {num_nodes} nodes are missing"
         except (ConnectionError, RuntimeError, ValueError) as error:
             cause = one_line(error)

@@ -165,21 +165,32 @@ class Workspace:
 
     def run_leg(self, run: RunRef, leg: int = 1) -> LegEnded:
         """Run one leg of a run in this process; return how it ended."""
-        from flows.train_leg import run_leg_flow
+        from flows import train_leg
 
-        with self._in_process():
+        def without_restarts(run: RunRef, leg: int, allocation: LegAllocation, stage_cache: Path) -> LegEnded:
+            return train_leg.train_leg.with_options(result_storage=stage_cache)(run, leg, allocation)
+
+        with self._in_process(), pytest.MonkeyPatch.context() as patch:
+            # Roles are started again only in an allocation that is dear to get; a leg on this machine ends when one dies.
+            patch.setattr(train_leg, "train_with_restarts", without_restarts)
             allocation = LegAllocation(ends_at=lambda: float("inf"), ray_address=lambda: self._shared_ray.address)
-            return run_leg_flow(run, leg, allocation)
+            return train_leg.run_leg_flow(run, leg, allocation)
 
     @contextlib.contextmanager
     def _in_process(self) -> Iterator[None]:
-        from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_LEVEL, temporary_settings
+        from prefect.settings import (
+            PREFECT_API_URL,
+            PREFECT_LOGGING_LEVEL,
+            PREFECT_LOGGING_TO_API_ENABLED,
+            temporary_settings,
+        )
 
         url = self.environment["PREFECT_API_URL"]
+        quiet = {PREFECT_LOGGING_LEVEL: "CRITICAL", PREFECT_LOGGING_TO_API_ENABLED: False}
         with (
             contextlib.chdir(self.folder),
             pytest.MonkeyPatch.context() as patch,
-            temporary_settings({PREFECT_API_URL: url, PREFECT_LOGGING_LEVEL: "CRITICAL"}),
+            temporary_settings({PREFECT_API_URL: url} | quiet),
         ):
             patch.setenv("PREFECT_API_URL", url)
             yield

@@ -1,4 +1,4 @@
-"""Nodes are asked before roles start: on a Ray cluster of two nodes, and in a leg whose node is unfit."""
+"""Canary checks of nodes before roles start: in a leg whose node is unfit, and on a Ray cluster of two nodes."""
 
 import dataclasses
 import socket
@@ -20,6 +20,15 @@ from tests.support import ROOT
 
 TWO_NODES = ClusterConfig(nodes=2)
 FIT = NodesConfig(free_gigabytes=1e-3)
+
+
+def test_a_leg_on_an_unfit_node_ends_with_its_name_and_the_failure_is_recorded(workspace: Workspace):
+    ended = workspace.run_leg(workspace.open(*REHEARSED, "nodes.free_gigabytes=1e9"))
+    assert ended.ending is not LegEnding.FINISHED
+    assert f"node {node_name()}: " in ended.cause
+    [(node, [failure])] = read_failures(workspace.store).items()
+    assert (node, failure.run_id, failure.leg) == (node_name(), "tiny-1", 1)
+    assert "(nodes.free_gigabytes asks for 1e+09)" in failure.reason
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +68,3 @@ def test_a_collective_that_cannot_begin_says_so(two_nodes, tmp_path: Path):
         nowhere = dataclasses.replace(first, rendezvous_address=f"{host}:{taken.getsockname()[1]}")
         assert try_all_reduce([nowhere, second], "gloo", 1.0) != ""
     assert try_all_reduce([first, second], "gloo", 60.0) == ""
-
-
-def test_a_leg_on_an_unfit_node_ends_with_its_name_and_the_failure_is_recorded(workspace: Workspace):
-    ended = workspace.run_leg(workspace.open(*REHEARSED, "nodes.free_gigabytes=1e9"))
-    assert ended.ending is not LegEnding.FINISHED
-    assert f"node {node_name()}: " in ended.cause
-    [(node, [failure])] = read_failures(workspace.store).items()
-    assert (node, failure.run_id, failure.leg) == (node_name(), "tiny-1", 1)
-    assert "(nodes.free_gigabytes asks for 1e+09)" in failure.reason

@@ -25,8 +25,8 @@ def rollouts(workspace: Workspace, run_id: str) -> list[str]:
 
 
 def test_a_killed_engine_is_replaced_and_trajectories_wait_for_a_reward_service_that_is_back_a_leg_later(workspace):
-    """An engine dies in collect 2, which the other one finishes. Its replacement takes part in collect 3, which fails without
-    rewards. The rollouts that come out are those of an unbroken run."""
+    """An engine dies in collect 2, which the other one finishes. Its replacement takes part in collect 3, which fails
+    without rewards. The rollouts that come out are those of an unbroken run."""
     with pytest.MonkeyPatch.context() as patch:
         use(patch, RecordingEngine)
         workspace.train(*TWO_ENGINES)
