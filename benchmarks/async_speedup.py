@@ -429,7 +429,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=26)
     parser.add_argument("--only", default=",".join(TAILS), help="tails to measure, separated by commas")
-    parser.add_argument("--output", type=Path, help="Markdown file to write")
+    parser.add_argument("--output", type=Path, help="Markdown file for the tables")
     options = parser.parse_args()
     logging.getLogger().setLevel(logging.ERROR)
     tables = []
@@ -440,8 +440,7 @@ def main() -> None:
         tables.append(table(tail, [measure(tail, scheduling, iterations) for scheduling in schedulings]))
         print(tables[-1], flush=True)
     if options.output:
-        header = ["# Scheduling against long tails", "", "```", (__doc__ or "").strip(), "```", ""]
-        options.output.write_text("\n".join([*header, *tables]))
+        options.output.write_text("\n".join(tables))
 
 
 if __name__ == "__main__":

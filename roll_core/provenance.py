@@ -22,7 +22,7 @@ def release_version() -> str:
 
 @cache
 def code_version() -> str:
-    """Release version and a digest of the source files, including local edits. Example: 0.1.0+9f86d081884c"""
+    """Release version and a digest of the source files, including local edits. Example: 0.2.0+9f86d081884c"""
     root, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
     for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
         digest.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())

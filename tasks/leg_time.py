@@ -30,7 +30,7 @@ class LegTime:
         self._signal: signal.Signals | None = None
 
     def load_history(self, chain: Sequence[Manifest]) -> None:
-        """Load the durations of the last committed iterations of a run."""
+        """Take the durations of the last `RECENT` committed iterations of a run as the estimate of the next one's."""
         self._recent.extend(manifest.timings["wall"] for manifest in chain[-RECENT:] if manifest.collected)
 
     def record_iteration(self, manifest: Manifest) -> None:

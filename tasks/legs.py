@@ -144,7 +144,8 @@ def run_leg_here(run: RunRef, leg: int, function: LegEntryPoint) -> LegEnded:
 
 
 def join_leg_here(config: RunConfig, run_id: str) -> None:
-    """Run a further node of the leg within the SLURM job that this process is a task of, but not the first."""
+    """Serve one node of a leg, other than the leg's first node, until the leg ends. This process is a task of the SLURM job
+    that holds the leg's nodes."""
     run_worker(*_node_shape_and_folder(config, run_id))
 
 

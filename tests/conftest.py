@@ -1,4 +1,7 @@
-"""Fixtures of several suites: a real S3 server, started once, and ordinary AWS settings that lead to it; a real SLURM."""
+"""Services of several suites, started once per test process: a real S3 server with ordinary AWS settings, a real SLURM.
+
+Also the order of tests: `make test` runs two processes, and a file's tests run in one of them.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +20,12 @@ ON_SLURM = {
     "tests/integration/test_elastic.py",
     "tests/integration/test_slurm.py",
 }
-"""Files whose tests look whether anything of a SLURM is left on this machine, and must not meet."""
+"""Files that run in one process, one after another: their tests check that no SLURM process is left on this machine."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests run in two processes: each file in one of them, and those of SLURM in the same."""
+    """Distribute tests by file; all files of `ON_SLURM` go to the same process."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
@@ -31,8 +34,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "slurm" if file in ON_SLURM else file
 
         def _reschedule(self, node: Any) -> None:
-            """A process is given its next file before its last test, which does not begin without. xdist gives it before the
-            last but one: where tests take minutes, one process then has two files left, and another none."""
+            """Assign a process its next file before its last test begins, which needs a successor.
+
+            xdist assigns it one test earlier. Where tests take minutes, one process would then have two files left while
+            the other has none.
+            """
             if self.workqueue and self._pending_of(self.assigned_work[node]) > 1:
                 return
             super()._reschedule(node)
@@ -41,7 +47,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins: SLURM's tests, then files of few and long ones."""
+    """Run the longest files first: SLURM's, then the other integration tests, then the rest."""
     items.sort(key=lambda item: (file_of(item.nodeid) not in ON_SLURM, not item.nodeid.startswith("tests/integration/")))
 
 
@@ -67,8 +73,7 @@ def s3_server(started_s3_server: "S3Server", monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def own_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Iterator[S3Server]":
-    """A server to stop and kill. Others must not meet it afterwards: started again, this one takes objects for buckets that
-    do not exist."""
+    """S3 server of one test, which may stop and kill it. SeaweedFS, started again, accepts objects for missing buckets."""
     from tests.s3_server import S3Server, use_server
 
     with S3Server(tmp_path / "s3") as server:

@@ -23,7 +23,8 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the flow `replay` and print each compared quantity; return DIFFERENT if one of them differs."""
+    """Compute the update of a committed iteration again, print whether each quantity equals the committed one, and return
+    DIFFERENT if one does not."""
     from flows.prefect_server import prefect_api
     from roll_core.config.load import absolute_uri
     from roll_core.store.object_store import ObjectStore

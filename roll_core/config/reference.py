@@ -142,7 +142,8 @@ def _keys_below(
 
 
 def _split_condition(text: str, prefix: str, section: type[BaseModel]) -> tuple[str, tuple[str, ...]]:
-    """Text without its "Only with ..." sentence, and the condition if it has one, with keys in full."""
+    """Text without its "Only with ..." sentence, and the condition of that sentence with its keys in full, in a tuple that
+    is empty if there is none."""
     found = ONLY_WITH.search(text)
     if found is None:
         return text, ()
@@ -229,7 +230,8 @@ def describe(key: str | None = None) -> str:
 
 
 def _find(key: str, listed: list[KeyEntry]) -> list[KeyEntry]:
-    """Entries of a key and of all keys below it, also if they are listed under another key."""
+    """Entries of a key and of all keys below it. A section that occurs several times is listed once, under its first key;
+    its other keys are found there."""
     found = [entry for entry in listed if f"{_plain(entry.key)}.".startswith(f"{key}.")]
     repeated = [entry for entry in listed if entry.same_as and key.startswith(f"{_plain(entry.key)}.")]
     if found or not repeated:

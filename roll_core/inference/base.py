@@ -64,8 +64,8 @@ class InferenceEngine(Protocol):
         ...
 
     async def wake(self) -> None:
-        """Reclaim the rest of the memory, such as the KV cache. The engine serves once it is awake and an update has
-        brought weights."""
+        """Reclaim all memory that `sleep` released and that no update has reclaimed, such as the KV cache. The engine
+        generates again once it is awake and an update has brought weights."""
         ...
 
     async def ping(self) -> None:

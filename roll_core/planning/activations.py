@@ -16,7 +16,8 @@ measured."""
 
 
 def saved_bytes_per_layer(config: RunConfig, shape: ModelShape) -> float:
-    """Bytes that a layer saves on one rank for each token of a micro-batch, without recomputation."""
+    """Bytes of activations that a layer keeps for its backward pass, for each token of a micro-batch, on one rank, without
+    recomputation."""
     match config.training.backend:
         case BackendKind.TORCH if config.training.compile:
             return _torch_compiled_bytes(config, shape)

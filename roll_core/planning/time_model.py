@@ -22,7 +22,7 @@ from roll_core.planning.sharding import RankWeights, largest_stages, weights_of_
 
 FLOPS_UTILIZATION = 0.45
 """Share of the stated floating-point operations per second that layers reach: 49 % were measured, compiled, on an H200
-(docs/gpu.md)."""
+(docs/benchmarks/gpu.md)."""
 BANDWIDTH_UTILIZATION = 0.6
 """Share of the stated memory bandwidth that decoding reaches."""
 LATENCY_S = 20e-6

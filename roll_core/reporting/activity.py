@@ -221,7 +221,7 @@ def summarise(spans: Sequence[StageSpan], traces: Sequence[AttemptTrace]) -> Act
 
 
 def _window(iterations: Sequence[Interval], traces: Sequence[AttemptTrace]) -> Interval:
-    """Interval of all iterations, else of all traces, else an empty one."""
+    """Interval from the first begin to the last end of all iterations; without iterations, of all traces; else empty."""
     known = iterations or [(trace.drawn_at, trace.consumed_at) for trace in traces] or [(0.0, 0.0)]
     return min(begin for begin, _ in known), max(end for _, end in known)
 

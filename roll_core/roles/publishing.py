@@ -134,7 +134,9 @@ class Publisher:
             num_bytes, digest = self._broadcast(version)
         except (BroadcastBroken, RoleDied) as error:
             late = self._close_group()
-            log.warning("weights version %d goes another way: %s; late: %s", version, error, ", ".join(late) or "nobody")
+            log.warning(
+                "weights version %d is sent by another transport: %s; late: %s", version, error, ", ".join(late) or "none"
+            )
             self._worker_pool.kill(late)
             return self._publish_by_ray(version)
         if dead := self._worker_pool.dead(known_alive=num_bytes):

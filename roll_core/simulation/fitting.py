@@ -24,7 +24,7 @@ least MIN_KEPT_SHARE of the spans is kept."""
 def fit_models(
     config: RunConfig, traces: Sequence[Sequence[AttemptTrace]], timings: Sequence[Mapping[str, float]]
 ) -> MachineModels:
-    """Fit the machine models of a run.
+    """Fit speed models of the engines, graders and trainer to what a run recorded.
 
     Each of `traces` has the attempts of one iteration, and each of `timings` the seconds by stage from its manifest.
     """

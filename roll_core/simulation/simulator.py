@@ -238,7 +238,7 @@ def _with_modelled_filter(config: RunConfig) -> RunConfig:
 
 
 def _in_loop_time(traces: Sequence[AttemptTrace]) -> list[AttemptTrace]:
-    """Shift traces from seconds since 1970 to event-loop time, in which the batch is consumed now."""
+    """Shift the traces of a batch from seconds since 1970 to event-loop time, such that the batch is consumed now."""
     shift = _now() - traces[0].consumed_at
     if not shift:
         return list(traces)

@@ -76,7 +76,7 @@ def _lognormal(rng: random.Random, median: float, sigma: float) -> float:
 
 @dataclass(frozen=True)
 class RecordedGroup:
-    """Completion lengths of one recorded group.
+    """Completion lengths of one recorded group in tokens, and whether the group was trained on or filtered out.
 
     Example: RecordedGroup(lengths=(96, 112, 640, 88), useful=True)
     """

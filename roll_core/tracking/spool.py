@@ -163,7 +163,8 @@ class Spool:
         _replace(self._drain_file, _Drain(deadline=deadline))
 
     def drain_deadline(self) -> float | None:
-        """Deadline of the drain request, in seconds since the epoch; None if there is no request."""
+        """Time by which the uploader must have uploaded the rest of the spool and exit, in seconds since the epoch; None
+        before it was asked to."""
         try:
             return _Drain.model_validate_json(self._drain_file.read_bytes()).deadline
         except FileNotFoundError:

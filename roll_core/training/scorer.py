@@ -76,8 +76,8 @@ WHOLE = Vocabulary()
 
 
 class TokenScorer(nn.Module):
-    """Model that scores trained tokens. It is a module of its own, so that sharding hooks see one forward call around
-    everything that needs weights."""
+    """Model whose forward pass gives logprobs, entropies and divergences of the trained tokens. It is a module of its own,
+    so that sharding hooks see one forward call around everything that needs weights."""
 
     def __init__(self, model: PreTrainedModel, temperature: float, chunk_tokens: int):
         super().__init__()

@@ -15,7 +15,7 @@ NO_EFFECT_ON_LEARNING = ("store.", "tracking.", "work_dir", "legs.", "nodes.", "
 class Origin(Record):
     """Machine, libraries and code that produced a run.
 
-    Example: Origin(machine="AMD EPYC 7B13, 2 CPUs", versions="python 3.11.2, torch 2.13.0", code="0.1.0+9f86d081884c")
+    Example: Origin(machine="AMD EPYC 7B13, 2 CPUs", versions="python 3.11.2, torch 2.13.0", code="0.2.0+9f86d081884c")
     """
 
     machine: str

@@ -1,8 +1,8 @@
 """Break real runs on purpose and compare them, bit by bit, with a run that nothing happened to.
 
-  python -m tests.chaos --output docs/chaos.md    the whole experiment, on a tiny model: up to an hour on two cores
-  python -m tests.chaos --short                   a few faults of each kind
-  python -m tests.chaos --config CONFIG           kill processes in runs of a config of yours, in this folder
+  python -m tests.chaos --output PAGE     the whole experiment, on a tiny model: up to an hour on two cores
+  python -m tests.chaos --short           a few faults of each kind
+  python -m tests.chaos --config CONFIG   kill processes in runs of a config of yours, in this folder
 
 The whole experiment kills every process of a run with SIGKILL at every stage. Then it runs on an S3 store behind a faulty
 proxy, and kills the S3, MLflow and Prefect servers, which come back or stay away. Compared are the weights, rollouts and

@@ -1,4 +1,4 @@
-"""Tables and sentences about broken runs, and the page docs/chaos.md. Pure functions."""
+"""Tables and sentences about broken runs, and the page docs/benchmarks/chaos.md. Pure functions."""
 
 import os
 from collections.abc import Sequence

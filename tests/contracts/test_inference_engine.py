@@ -1,7 +1,8 @@
 """Contract of every inference engine: tokens depend on seed and weights alone; logprobs and weights versions are right.
 
 Tests with the fixture `subject` run on every engine; the rehearsal engine runs in virtual time. Tests with `model_subject`
-run on engines that have the trainer's model. vLLM starts once per model, since a start takes half a minute.
+run on engines that have the trainer's model. vLLM starts once per model, since a start takes half a minute. `make test`
+starts two: one worker with a dense model, two workers with a mixture of experts.
 """
 
 import asyncio
@@ -204,8 +205,21 @@ def subject(request: pytest.FixtureRequest, vllm_subjects: dict[str, VllmSubject
     return {"torch": TorchSubject(), "rehearsal": RehearsalSubject(), **vllm_subjects}[request.param]
 
 
+def exhaustive(name: str) -> Any:
+    """Parameter that only `make test-all` uses."""
+    return pytest.param(name, marks=pytest.mark.exhaustive)
+
+
 @pytest.fixture(
-    params=["torch", "torch moe", "torch llama", "vllm", "vllm moe", "vllm of 2 workers", "vllm moe of 2 workers"]
+    params=[
+        "torch",
+        "torch moe",
+        "torch llama",
+        "vllm",
+        exhaustive("vllm moe"),
+        exhaustive("vllm of 2 workers"),
+        "vllm moe of 2 workers",
+    ]
 )
 def model_subject(request: pytest.FixtureRequest, vllm_subjects: dict[str, VllmSubject]) -> TorchSubject | VllmSubject:
     return {
@@ -637,7 +651,7 @@ def test_damaged_weights_are_refused_by_name_and_nothing_is_generated_with_them(
     model_subject.run(refused())
 
 
-@pytest.fixture(params=["torch", "vllm", "vllm of 2 workers"])
+@pytest.fixture(params=["torch", "vllm", exhaustive("vllm of 2 workers"), "vllm moe of 2 workers"])
 def routed_subject(request: pytest.FixtureRequest, vllm_subjects: dict[str, VllmSubject]) -> TorchSubject | VllmSubject:
     return {"torch": TorchSubject(), **vllm_subjects}[request.param]
 
@@ -809,7 +823,7 @@ def test_every_call_raises_when_the_process_of_vllm_is_killed(vllm_subjects):
 
 
 def test_a_request_that_vllm_refuses_raises_and_frees_its_slot(vllm_subjects):
-    subject, (right,) = vllm_subjects["vllm moe"], make_requests(1)
+    subject, (right,) = vllm_subjects["vllm moe of 2 workers"], make_requests(1)
     without_prompt = GenerationRequest("nothing", (), 4, 1.0, NO_STOP, seed=1)
 
     async def ask() -> list[BaseException | Completion]:

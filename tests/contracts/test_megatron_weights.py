@@ -59,9 +59,25 @@ def _cases(num_ranks: int) -> list[tuple[str, Layout, str]]:
     ]
 
 
+class Worlds:
+    """Worlds of ranks that read and write all models; each runs when a test first asks for what it wrote."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._done: set[int] = set()
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["roll_core.training.megatron.backend", "tests.contracts.test_megatron_weights"])
+
+    def run(self, num_ranks: int) -> None:
+        """Run a world, unless it has run already."""
+        if num_ranks not in self._done:
+            mp.start_processes(_in_rank, (num_ranks, self._folder), nprocs=num_ranks, start_method="forkserver")
+            self._done.add(num_ranks)
+
+
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> Path:
-    """Folder with all models, their hidden states by Hugging Face, and what the worlds wrote and computed."""
+def models(tmp_path_factory) -> Path:
+    """Folder with all models and their hidden states by Hugging Face; worlds write beside them."""
     folder = tmp_path_factory.mktemp("weights")
     for name, config in MODELS.items():
         torch.manual_seed(1)
@@ -73,11 +89,19 @@ def folders(tmp_path_factory) -> Path:
         config.save_pretrained(folder / name)
         write_tensors(to_checkpoint_names(model.named_parameters()), folder / name, SMALL_SHARD)
         torch.save(_hidden_states(model), folder / f"{name}.hidden")
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["roll_core.training.megatron.backend", "tests.contracts.test_megatron_weights"])
-    for num_ranks in WORLDS:
-        mp.start_processes(_in_rank, (num_ranks, folder), nprocs=num_ranks, start_method="forkserver")
     return folder
+
+
+@pytest.fixture(scope="module")
+def worlds(models) -> Worlds:
+    return Worlds(models)
+
+
+@pytest.fixture
+def by_one_rank(models, worlds) -> Path:
+    """Folder with all models and what a world of one rank wrote and computed."""
+    worlds.run(1)
+    return models
 
 
 def _token_ids() -> Tensor:
@@ -133,23 +157,33 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "config.json"}
 
 
-@pytest.mark.parametrize("case", [case for num_ranks in WORLDS for case in _cases(num_ranks)])
-def test_a_folder_is_written_back_to_the_bit_under_every_layout(case, folders):
-    before, after = _files(folders / case[0]), _files(folders / case[2])
+def _case_parameters() -> list[Any]:
+    """Parameters (num_ranks, name, to) of a test; the world of four ranks is left to `make test-all`."""
+    return [
+        pytest.param(num_ranks, name, to, id=to, marks=[pytest.mark.exhaustive] if num_ranks == 4 else [])
+        for num_ranks in WORLDS
+        for name, _, to in _cases(num_ranks)
+    ]
+
+
+@pytest.mark.parametrize(("num_ranks", "name", "to"), _case_parameters())
+def test_a_folder_is_written_back_to_the_bit_under_every_layout(num_ranks, name, to, models, worlds):
+    worlds.run(num_ranks)
+    before, after = _files(models / name), _files(models / to)
     assert len(before) > 4
     assert after == before
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_megatron_computes_the_hidden_states_of_hugging_face(name, folders):
-    megatron, hugging_face = torch.load(folders / f"{name}, 1 ranks, 0.hidden"), torch.load(folders / f"{name}.hidden")
+def test_megatron_computes_the_hidden_states_of_hugging_face(name, by_one_rank):
+    megatron, hugging_face = (torch.load(by_one_rank / f"{of}.hidden") for of in (f"{name}, 1 ranks, 0", name))
     torch.testing.assert_close(megatron, hugging_face, rtol=0.0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "qwen3-moe"])
-def test_swapping_gate_and_up_in_the_name_table_changes_hidden_states_but_not_the_folder(name, folders):
-    before, after = TensorFiles(folders / name), TensorFiles(folders / f"{name}, swapped")
+def test_swapping_gate_and_up_in_the_name_table_changes_hidden_states_but_not_the_folder(name, by_one_rank):
+    before, after = TensorFiles(by_one_rank / name), TensorFiles(by_one_rank / f"{name}, swapped")
     assert set(after.names) == set(before.names)
     assert all(torch.equal(after.read(each, (slice(None),)), before.read(each, (slice(None),))) for each in before.names)
-    swapped, hugging_face = torch.load(folders / f"{name}, swapped.hidden"), torch.load(folders / f"{name}.hidden")
+    swapped, hugging_face = (torch.load(by_one_rank / f"{of}.hidden") for of in (f"{name}, swapped", name))
     assert (swapped - hugging_face).abs().max() > 0.1

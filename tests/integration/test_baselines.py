@@ -17,7 +17,7 @@ from roll_core.types.regression import Measured, Origin, Verdict
 from tests.integration.test_tracking_mlflow import free_port, mlflow_server
 
 NOON = datetime(2026, 11, 15, 12, tzinfo=UTC)
-ORIGIN = Origin(machine="EPYC, 2 CPUs", versions="torch 2.13.0", code="0.1.0+aaaa")
+ORIGIN = Origin(machine="EPYC, 2 CPUs", versions="torch 2.13.0", code="0.2.0+aaaa")
 
 
 @pytest.fixture(params=["sqlite", "http"])
@@ -66,7 +66,7 @@ def test_accepted_runs_come_back_as_they_were_noted(tracking):
         train(number, tracking)
     baselines = Baselines(tracking)
     assert baselines.accepted("quickstart") == []
-    assert baselines.origin(ref(1), "0.1.0+aaaa") == ORIGIN
+    assert baselines.origin(ref(1), "0.2.0+aaaa") == ORIGIN
     note(baselines, 1)
     note(baselines, 2, "accuracy/last is 0.1")
     note(baselines, 3)

@@ -1,6 +1,6 @@
 """Training by the megatron backend under layouts of every kind and their products: dense models and mixtures, all packings.
 
-Every result must equal that of the torch backend. `make megatron` runs this; `tests/contracts` has a selection.
+Every result must equal that of the torch backend. `tests/contracts/test_megatron_layouts.py` has a selection.
 """
 
 import pytest

@@ -24,7 +24,7 @@ from tests.support import ROOT, tiny_config
 
 TOLERANCES = Tolerances()
 REFERENCE = ReferenceRun(config="runs/quickstart.yaml", at_least={"accuracy/last": 0.85})
-ORIGIN = Origin(machine="EPYC, 2 CPUs", versions="torch 2.13.0", code="0.1.0+aaaa")
+ORIGIN = Origin(machine="EPYC, 2 CPUs", versions="torch 2.13.0", code="0.2.0+aaaa")
 GOOD = {"accuracy/last": 0.95, "reward/last": 0.80, "seconds/update": 0.20, "throughput/tokens_per_second": 5000.0}
 
 
@@ -112,13 +112,13 @@ def test_learning_is_compared_across_kinds_of_machines_and_speed_is_not():
 
 
 def test_new_libraries_and_code_are_held_to_the_same_tolerances():
-    newer = Origin(machine=ORIGIN.machine, versions="torch 2.14.0", code="0.1.0+bbbb")
+    newer = Origin(machine=ORIGIN.machine, versions="torch 2.14.0", code="0.2.0+bbbb")
     verdict = verdict_on(night(9, origin=newer, weights="w0 x1 x2", seconds_update=0.9), nights(8))
     assert [c.quantity for c in verdict.worse] == ["seconds/update"] * 2, "against the last eight and the first five"
     assert verdict.remarks == (
         "weights part from those of quickstart-8 from iteration 1 on",
         "versions: torch 2.13.0 -> torch 2.14.0",
-        "code: 0.1.0+aaaa -> 0.1.0+bbbb",
+        "code: 0.2.0+aaaa -> 0.2.0+bbbb",
     )
 
 
@@ -137,7 +137,7 @@ def test_a_slow_drift_is_noticed_against_the_oldest_accepted_runs():
 
 
 def test_a_reproducible_run_must_repeat_its_weights_to_the_bit():
-    accepted = [*nights(2), night(3, origin=ORIGIN.model_copy(update={"code": "0.1.0+bbbb"}), weights="w0 y1 y2")]
+    accepted = [*nights(2), night(3, origin=ORIGIN.model_copy(update={"code": "0.2.0+bbbb"}), weights="w0 y1 y2")]
     assert not verdict_on(night(4), accepted).is_regression, "its twin is not the newest, but the newest of the same origin"
     verdict = verdict_on(night(4, weights="w0 w1 z2"), accepted)
     assert verdict.reasons == (

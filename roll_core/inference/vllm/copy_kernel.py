@@ -61,7 +61,7 @@ class CopyTable:
         self._triton_type = _TRITON_TYPES[dtype]
 
     def copy(self, elements: Tensor) -> None:
-        """Copy from `elements`, a flat tensor of any supported dtype, to all targets."""
+        """Copy every target's elements from `elements`, a flat tensor of any supported dtype, and convert them."""
         with torch.cuda.device_of(self._copy_P):
             _copy[len(self._copy_P),](elements, self._copy_P, *self._columns, self._triton_type, UNIT, _BLOCK)
 

@@ -269,7 +269,7 @@ class VllmEngine:
 
         if sequence.interrupted:
             return Ending.ABORTED
-        assert self._version is not None, "an engine without weights serves nobody"
+        assert self._version is not None, "an engine without weights accepts no requests"
         sequence.num_submissions += 1
         request, version = sequence.remaining_request, self._version
         sampling = SamplingParams(

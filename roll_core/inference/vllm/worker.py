@@ -276,7 +276,7 @@ def _expert_columns(module: Any, number: int, projection: str, sample: WeightsSa
 
 
 def _unpacked(packed_OI: Tensor, isa: str) -> Tensor:
-    """Undo the packing of an expert's matrix for an instruction set."""
+    """Restore the order of elements of an expert's matrix, which vLLM permutes for the CPU's instruction set `isa`."""
     matrix_P = torch.empty_like(packed_OI).flatten()
     matrix_P[_packing_permutation(packed_OI.shape, packed_OI.dtype, isa)] = packed_OI.flatten()
     return matrix_P.view_as(packed_OI)
