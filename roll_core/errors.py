@@ -149,7 +149,8 @@ def classify(error: BaseException) -> FailureClass:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception's message in one line: the last line if the message is a traceback from another process."""
+    """Return an exception's message in one line: of several lines the last, which in a traceback from another process names
+    the error."""
     if isinstance(error, RollError):
         return str(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

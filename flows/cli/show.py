@@ -25,7 +25,7 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what the store's manifests and the legs' stage logs say about a run."""
+    """Print a run's iterations, legs and their causes of ending, from manifests in the store and stage logs of legs."""
     from rich.console import Console
 
     from flows.cli.progress_view import HEADER, iteration_row

@@ -29,8 +29,8 @@ class ExpertRecorder:
             router.register_forward_hook(partial(self._record_choice, layer))
 
     def take(self) -> NDArray[np.int16]:
-        """Experts of the tokens of the last forward pass [t, L x k], in input order; NOT_RECORDED in layers without
-        experts."""
+        """Return the experts of the tokens of the last forward pass [t, L x k], in input order; NOT_RECORDED in layers
+        without experts."""
         first = next(iter(self._chosen.values()))
         experts_tLk = first.new_full((len(first), self._num_layers, first.shape[1]), NOT_RECORDED, dtype=torch.int16)
         for layer, chosen_tk in self._chosen.items():

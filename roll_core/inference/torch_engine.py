@@ -105,7 +105,7 @@ class _SlotCache:
         self._prefilled = []
 
     def move(self, slots: list[int], to: list[int]) -> None:
-        """Copy the cache of `slots` to the slots `to`."""
+        """Copy the cache of each of `slots` to the slot at the same place in `to`, whose cache is lost."""
         self._cached[:, :, to] = self._cached[:, :, slots]
 
 

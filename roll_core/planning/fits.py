@@ -14,7 +14,8 @@ from roll_core.planning.proposals import nearest_that_fits
 
 
 def check_memory(config: RunConfig, shape: ModelShape, device_gb: float) -> None:
-    """Raise UserError if trainer or engines do not fit a GPU of `device_gb` GB (1e9 bytes)."""
+    """Raise UserError if what is on a GPU at once does not fit its `device_gb` GB (1e9 bytes): the trainer during an update,
+    or engine and trainer during generation."""
     gpu = gpu_memory(config, shape, device_gb)
     if gpu.updating > device_gb:
         raise UserError(

@@ -138,7 +138,7 @@ def _stages(config: RunConfig) -> PlanSection:
 
 
 def _sampling(rollout: RolloutConfig) -> list[tuple[str, str]]:
-    """Rows about problems that are drawn beyond the batch or ahead of training; empty if there are none."""
+    """Rows of the plan's table about the filter, redundant groups and asynchronous collection; empty if all are off."""
     rows = []
     if rollout.filter is not None:
         conditions = ", ".join(

@@ -72,7 +72,7 @@ class IterationTime:
 
     @property
     def total(self) -> float:
-        """Seconds of the whole iteration; collect and training overlap if `is_overlapped`."""
+        """Seconds of the whole iteration. If `is_overlapped`, collect runs at the same time as prepare and update."""
         training = self.prepare + self.update.total
         return (max(self.collect, training) if self.is_overlapped else self.collect + training) + self.publish
 

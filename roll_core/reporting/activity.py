@@ -153,7 +153,7 @@ class Percentiles:
 
 
 def percentiles(values: Sequence[float]) -> Percentiles:
-    """Compute the percentiles of values; all 0 if there are none."""
+    """Compute p50, p90 and p99 of values; all 0 if there are none."""
     return Percentiles(*(float(p) for p in np.percentile(values, [50, 90, 99]))) if len(values) else Percentiles(0, 0, 0)
 
 

@@ -73,7 +73,7 @@ def elastic_nodes() -> dict[str, int]:
 
 
 def node_names() -> tuple[str, ...]:
-    """Names of all machines in the cluster now, elastic nodes included."""
+    """Names of all machines that are alive in the leg's Ray cluster, elastic nodes included."""
     return tuple(sorted({node["NodeName"] for node in _alive_nodes()}))
 
 

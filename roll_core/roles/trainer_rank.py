@@ -113,10 +113,10 @@ class TrainerRank:
         self._load_checkpoint(checkpoint, self._learner.load)
 
     def prepare(self, collected: Collected, trajectories: list[Trajectory] | None) -> Prepared:
-        """Compute the declared signals, advantages and packing of a batch. Keep this rank's share; the receipt covers the
-        whole batch.
+        """Compute the signals that the algorithm needs (logprobs, values), advantages and packing of a batch. Keep this
+        rank's share in memory; the returned `Prepared` covers the whole batch.
 
-        `trajectories` is None when they are only in the store: the receipt is older than these roles.
+        `trajectories` is None if they are only in the store: they were collected by roles of an earlier leg.
         """
         trajectories = trajectories or decode_trajectories(self._store.get(collected.trajectories))
         prepared = self._learner.prepare(trajectories, collected.request.weights_version)

@@ -29,7 +29,8 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True)
 class ReferenceStates:
-    """Last hidden states of another policy at the same trained tokens, and its output layer."""
+    """Last hidden states of another policy at the trained tokens of a micro-batch, and its output layer: enough to compute
+    its distribution over the vocabulary."""
 
     hidden_NH: Tensor
     output_VH: Tensor

@@ -94,7 +94,8 @@ class Draws(Record):
         return self.first + len(self.outcomes)
 
     def expand(self, iteration: int) -> list[Draw]:
-        """Return one Draw per problem."""
+        """Return the draws one by one: each problem with this iteration and its outcome, in place of a letter in
+        `outcomes`."""
         outcome_of = {outcome.letter: outcome for outcome in DrawOutcome}
         return [
             Draw(problem=self.first + offset, iteration=iteration, outcome=outcome_of[letter])

@@ -160,7 +160,7 @@ def open_handle(handle: bytes) -> Tensor:
 
 
 def in_batches(items: Iterable[Item], size_of: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
-    """Group consecutive items into batches whose sizes sum to at most `limit`; each batch has at least one item."""
+    """Group consecutive items into batches whose sizes sum to at most `limit`. A larger item is a batch of its own."""
     batch: list[Item] = []
     size = 0
     for item in items:

@@ -143,7 +143,8 @@ class PolicyUpdate(Section):
         return frozenset(signals)
 
     def loss_signals(self, num_optimizer_steps: int) -> frozenset[Signal]:
-        """Signals that the loss needs. With a single optimizer step the anchor is the policy itself and is not declared."""
+        """Signals that the loss needs, computed before the first optimizer step. With a single step the anchor (the policy
+        before the update) is the policy itself, and is not among them."""
         signals = set()
         if num_optimizer_steps > 1 and (self.uses_anchor or self.correction is not None):
             signals.add(Signal.ANCHOR)

@@ -314,7 +314,8 @@ class _LocalPolicy:
 
 
 def _observe_routers(chunks: Sequence[PolicyModel], settings: MegatronSettings) -> Routers:
-    """Create the observer of the policy's routers and attach it to each of them."""
+    """Create the observer that counts the experts' load and replays routing, and attach it to each of the policy's
+    routers."""
     config = chunks[0].config
     routers = Routers(settings.training.routing, config.num_layers, config.num_moe_experts or 0, settings.device)
     for router in _routers(chunks):

@@ -123,7 +123,8 @@ def save(folder: Path, blocks: Sequence[Block], progress: Progress, group: dist.
 
 
 def load(folder: Path, blocks: Sequence[Block]) -> Progress:
-    """Fill the values of the blocks from a checkpoint and return its progress. Each rank reads for its own blocks only."""
+    """Fill blocks, which are slices of stored tensors, from a checkpoint; return its counts of steps. Each rank reads for
+    its own blocks only."""
     planner = _LoadPlanner(blocks)
     dcp.load({}, checkpoint_id=folder, planner=planner, no_dist=True)
     return planner.progress

@@ -30,7 +30,8 @@ class ValueScorer(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, micro_batch: MicroBatch) -> Values:
-        """Compute the values of a micro-batch."""
+        """Compute the critic's values at the trained tokens of a micro-batch and at the ends of its sequences, with
+        gradient."""
         hidden_RTH = last_hidden_states(self.model, micro_batch)
         with torch.autocast(hidden_RTH.device.type, enabled=False):
             # In float32: rounding to bfloat16 changes values by more than a critic learns in an update.
