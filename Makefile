@@ -28,13 +28,13 @@ check: setup-test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest $(TWO_AT_ONCE) tests/unit tests/architecture
+	$(BIN)/pytest $(TWO_AT_ONCE) --junitxml build/check.xml tests/unit tests/architecture
 
 test: check
-	$(BIN)/pytest $(TWO_AT_ONCE) -m "not exhaustive" tests/contracts tests/integration
+	$(BIN)/pytest $(TWO_AT_ONCE) --junitxml build/test.xml -m "not exhaustive" tests/contracts tests/integration
 
 test-all: check
-	$(BIN)/pytest $(TWO_AT_ONCE) tests/contracts tests/integration tests/megatron
+	$(BIN)/pytest $(TWO_AT_ONCE) --junitxml build/test-all.xml tests/contracts tests/integration tests/megatron
 
 test-gpu: setup-test
 	$(BIN)/pytest tests/gpu

@@ -14,24 +14,38 @@ if TYPE_CHECKING:
     from tests.slurm_cluster import SlurmCluster
 
 
-ON_SLURM = {
-    "tests/contracts/test_launchers.py",
-    "tests/integration/test_deployment.py",
-    "tests/integration/test_elastic.py",
-    "tests/integration/test_slurm.py",
+GROUPS = {
+    "slurm": (
+        "tests/contracts/test_launchers.py",
+        "tests/integration/test_deployment.py",
+        "tests/integration/test_elastic.py",
+        "tests/integration/test_slurm.py",
+    ),
+    "ranks": (
+        "tests/contracts/test_lora.py",
+        "tests/contracts/test_megatron_layouts.py",
+        "tests/contracts/test_megatron_weights.py",
+        "tests/contracts/test_mismatch.py",
+        "tests/contracts/test_routers.py",
+        "tests/contracts/test_training_backend.py",
+    ),
 }
-"""Files that run in one process, one after another: their tests check that no SLURM process is left on this machine."""
+"""Files that run in the same process, one after another. Tests on SLURM check that no SLURM process is left on this machine.
+Tests that start ranks share a fork server, which takes longer to import everything than most of them take."""
+GROUP_OF = {file: name for name, files in GROUPS.items() for file in files}
+LONGEST_FIRST = (*GROUPS["slurm"], "tests/integration/", "tests/contracts/test_inference_engine.py", *GROUPS["ranks"])
+"""Beginnings of test ids, in the order in which they run; the rest follows."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Distribute tests by file; all files of `ON_SLURM` go to the same process."""
+    """Distribute tests by file; files of a group go to the same process."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            file = file_of(nodeid)
-            return "slurm" if file in ON_SLURM else file
+            file = nodeid.partition("::")[0]
+            return GROUP_OF.get(file, file)
 
         def _reschedule(self, node: Any) -> None:
             """Assign a process its next file before its last test begins, which needs a successor.
@@ -47,12 +61,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first: SLURM's, then the other integration tests, then the rest."""
-    items.sort(key=lambda item: (file_of(item.nodeid) not in ON_SLURM, not item.nodeid.startswith("tests/integration/")))
-
-
-def file_of(nodeid: str) -> str:
-    return nodeid.partition("::")[0]
+    """Run the longest files first, so that the two processes end at about the same time."""
+    items.sort(key=lambda item: next((i for i, begin in enumerate(LONGEST_FIRST) if item.nodeid.startswith(begin)), 99))
 
 
 @pytest.fixture(scope="session")

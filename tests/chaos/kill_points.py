@@ -12,7 +12,7 @@ from roll_core.reporting.stage_log import Edge, StageEvent
 from roll_core.types.refs import Record
 
 FLOW = "flow"
-VICTIMS = (FLOW, "leg", "trainer rank 0", "engine 0", "reward worker 0", "rollout scheduler", "ray node")
+VICTIMS = (FLOW, "leg", "ray node", "trainer rank 0", "engine 0", "reward worker 0", "rollout scheduler")
 """Processes to kill: the command's own, and those that `processes.json` of a leg names. The leg replaces a dead engine or
 reward worker; the death of any other process ends the leg."""
 RECOVER = "recover"

@@ -10,7 +10,7 @@ from benchmarks.damage import Damage, Outcome
 from roll_core.store.object_store import ObjectStore
 
 
-@pytest.fixture(params=["file", "s3"])
+@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.exhaustive)])
 def store(request, tmp_path) -> ObjectStore:
     if request.param == "file":
         return ObjectStore(f"file://{tmp_path}/store")

@@ -231,7 +231,7 @@ def model_subject(request: pytest.FixtureRequest, vllm_subjects: dict[str, VllmS
 
 
 # -------------------------------------------------------------------------------------------------- tokens
-@pytest.mark.parametrize("num_slots", [1, 3, 64])
+@pytest.mark.parametrize("num_slots", [3, 64])
 def test_tokens_do_not_depend_on_how_many_sequences_share_the_engine(subject, num_slots):
     requests = make_requests(20)
     alone = subject.run_all(requests, num_slots=1)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from roll_core.batching.packing import PackingLimits
 from roll_core.config.training.training import Packing
@@ -20,6 +19,7 @@ from roll_core.training.base import Share
 from roll_core.training.mismatch import MismatchMeter
 from roll_core.types.manifest import Metrics
 from tests.in_process import InProcessLoop, warm_checkpoint
+from tests.megatron_worlds import start_ranks
 from tests.micro_batches import cut, random_tokens
 from tests.support import random_samples, tiny_config
 
@@ -178,7 +178,7 @@ def _in_rank(rank: int, num_ranks: int, folder: str) -> None:
 
 
 def test_two_ranks_measure_what_one_measures_percentiles_included(tmp_path):
-    mp.spawn(_in_rank, (2, str(tmp_path)), nprocs=2)
+    start_ranks(_in_rank, (2, str(tmp_path)), 2)
     expected = measure(0, 1)
     assert expected["mismatch/ratio_max"] > 2 > 1 > expected["mismatch/ratio_p01"]
     for rank in range(2):

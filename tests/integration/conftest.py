@@ -259,13 +259,29 @@ class Workspace:
         return line
 
     def roll_here(self, *arguments: str) -> tuple[int, str]:
-        """Run `roll ARGUMENTS` in this process; return its exit code and what it printed. It starts a Ray of its own."""
-        with self._in_process():
+        """Run `roll ARGUMENTS` in this process, its legs too, on the shared Ray cluster; return exit code and output."""
+        from flows import rlvr
+        from roll_core.roles.fleet import Fleet
+
+        start = Fleet.__init__
+
+        def on_shared_ray(fleet: Fleet, run: RunRef, config: RunConfig, leg_dir: Path, _: str | None = None) -> None:
+            start(fleet, run, config, leg_dir, self._shared_ray.address)
+
+        with self._in_process(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Fleet, "__init__", on_shared_ray)
+            patch.setattr(rlvr, "run_leg", lambda run, leg, *_: self.run_leg(run, leg))
             return self._command_here(*arguments)
 
     def _command_here(self, *arguments: str) -> tuple[int, str]:
         output = io.StringIO()
-        with contextlib.chdir(self.folder), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        with (
+            contextlib.chdir(self.folder),
+            contextlib.redirect_stdout(output),
+            contextlib.redirect_stderr(output),
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            patch.setenv("COLUMNS", self.environment["COLUMNS"])
             return cli.main(arguments), output.getvalue()
 
     def _finish(self, process: subprocess.Popen[str], deadline_s: float) -> subprocess.CompletedProcess[str]:

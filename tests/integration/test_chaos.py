@@ -6,12 +6,11 @@ The short form of `make chaos`, which kills every process at every stage.
 import os
 import re
 import signal
-import subprocess
 
 import pytest
 
 from roll_core.types.leg import LegEnding
-from tests.chaos.kill_points import VICTIMS
+from tests.chaos.kill_points import FLOW, VICTIMS
 from tests.chaos.outcomes import differences
 from tests.integration.conftest import REHEARSED, Workspace, settings
 
@@ -25,37 +24,46 @@ ADAPTIVE_PPO = (
 """Algorithm with the most state to restore: a critic, running moments and an adaptive KL coefficient."""
 
 
-@pytest.fixture(scope="module")
-def chaos(new_workspace) -> tuple[Workspace, subprocess.CompletedProcess[str]]:
-    """An unbroken run, tiny-1, and a broken one, tiny-2, in which every kind of process is killed once."""
-    workspace = new_workspace("chaos")
-    kills = str(len(VICTIMS))
+ABOVE_THE_ROLES = (FLOW, "leg", "ray node")
+"""Processes that only this file kills; `test_async.py` and `test_run_on_s3.py` kill the roles."""
+
+
+def run_chaos(workspace: Workspace, num_kills: int) -> str:
+    """Run tiny-1 unbroken, and tiny-2 with the first victims killed one after another; return the report."""
+    kills = str(num_kills)
     arguments = ("--config", str(workspace.config), *settings(*REHEARSAL), "--kills", kills, "--per-run", kills)
-    return workspace, workspace.run_module("tests.chaos", *arguments, deadline_s=LONG_S)
-
-
-def test_a_run_in_which_every_kind_of_process_is_killed_ends_as_if_none_had_been(chaos):
-    _, done = chaos
+    done = workspace.run_module("tests.chaos", *arguments, deadline_s=LONG_S)
     assert done.returncode == 0, done.stdout
     assert re.fullmatch(
-        rf"{len(VICTIMS)} kill points tried in 1 runs, \d survived, 0 missed; "
+        rf"{num_kills} kill points tried in 1 runs, \d survived, 0 missed; "
         "0 differences, 0 committed iterations lost, 0 generated again",
         done.stdout.splitlines()[-1],
     ), done.stdout
-    for victim in VICTIMS:
-        assert f"| {victim} |" in done.stdout, f"{victim} was not killed"
+    return done.stdout
 
 
-def test_of_two_legs_of_a_run_one_proceeds(chaos):
+def test_a_run_whose_flow_leg_and_ray_are_killed_ends_as_if_none_had_been(workspace):
+    assert VICTIMS[: len(ABOVE_THE_ROLES)] == ABOVE_THE_ROLES
+    report = run_chaos(workspace, len(ABOVE_THE_ROLES))
+    assert all(f"| {victim} |" in report for victim in ABOVE_THE_ROLES), report
+
+
+@pytest.mark.exhaustive
+def test_a_run_in_which_every_kind_of_process_is_killed_ends_as_if_none_had_been(workspace):
+    report = run_chaos(workspace, len(VICTIMS))
+    assert all(f"| {victim} |" in report for victim in VICTIMS), report
+
+
+def test_of_two_legs_of_a_run_one_proceeds(workspace):
     """The first leg is paused, like a machine that is cut off, and continues after another leg has finished the run."""
-    workspace, _ = chaos
+    unbroken = workspace.train(*REHEARSAL)
     first = workspace.start("run", str(workspace.config), *settings(*REHEARSAL, "name=pair", "legs.max_failures=0"))
     workspace.wait_for_iteration(1, "pair-1")
     leg = workspace.pid_of("leg", run_id="pair-1")
     os.kill(leg, signal.SIGSTOP)
     try:
         before = workspace.chain("pair-1")
-        assert before[-1].iteration < len(workspace.chain("tiny-1")) - 2, "the leg was over before it could be paused"
+        assert before[-1].iteration < len(unbroken) - 2, "the leg was over before it could be paused"
         run = workspace.find("pair-1")
         refused = workspace.run_leg(run, leg=2)
         assert refused.ending is LegEnding.FENCED
@@ -70,17 +78,17 @@ def test_of_two_legs_of_a_run_one_proceeds(chaos):
     output, _ = first.communicate(timeout=120)
     assert first.returncode == 1
     assert "was committed by another leg: this leg stops, nothing of it was mixed in" in output
-    chain, unbroken = workspace.chain("pair-1"), workspace.chain("tiny-1")
+    chain = workspace.chain("pair-1")
     assert [manifest.leg for manifest in chain] == [1] * len(before) + [2] * (len(unbroken) - len(before))
     assert differences(unbroken, chain) == ()
 
 
 def test_a_learner_with_a_critic_and_adaptive_coefficients_is_restored_to_the_bit(workspace):
     """The trainer is killed some iterations after a checkpoint: the updates since are replayed from stored rollouts."""
-    overrides = ("iterations=7", "checkpoint.every=3", ADAPTIVE_PPO)
+    overrides = ("iterations=5", "checkpoint.every=2", ADAPTIVE_PPO)
     unbroken = workspace.train(*overrides)
     run = workspace.open(*overrides)
-    with workspace.when_committed(5, lambda: workspace.kill("trainer rank 0", run_id="tiny-2"), "tiny-2"):
+    with workspace.when_committed(3, lambda: workspace.kill("trainer rank 0", run_id="tiny-2"), "tiny-2"):
         assert workspace.run_leg(run).ending is LegEnding.FAILED
     assert workspace.run_leg(run, leg=2).ending is LegEnding.FINISHED
     chain = workspace.chain("tiny-2")

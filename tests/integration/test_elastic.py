@@ -16,7 +16,7 @@ ELASTIC = """
 extends: site.yaml
 iterations: 14
 rollout: {slots_per_engine: 2}
-inference: {seconds_per_token: 0.3}
+inference: {seconds_per_token: 0.2}
 evaluation: {every: 10}
 legs: {launcher: {partition: high}, elastic: {nodes: 1, partition: low}}
 """

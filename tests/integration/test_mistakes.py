@@ -9,7 +9,9 @@ def test_the_command_itself_prints_one_line_and_exits_with_2(workspace):
     """All other mistakes are made in the test's process, which has imported what the command needs."""
     done = workspace.roll("run", str(workspace.config), "--set", "rollout.grup_size=4")
     assert done.returncode == 2, done.stdout
-    assert done.stdout.splitlines() == ["roll: rollout.grup_size is not a key; did you mean 'group_size'?"]
+    assert done.stdout.splitlines() == [
+        f"roll: {workspace.config}: rollout.grup_size is not a key; did you mean 'group_size'?"
+    ]
 
 
 @pytest.mark.parametrize("command", ["run", "plan"])

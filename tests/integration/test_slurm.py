@@ -20,10 +20,10 @@ from tests.slurm_cluster import SlurmCluster
 from tests.support import ROOT, patience
 
 LONG_S = 550.0
-ITERATIONS = 16
+ITERATIONS = 12
 SITE = """
 extends: tiny.yaml
-iterations: 16
+iterations: 12
 inference: {kind: rehearsal, seconds_per_token: 0.15, median_tokens: 5, sigma: 0}
 training: {backend: rehearsal}
 legs:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from roll_core.config.operations.services import TrackingConfig
+from roll_core.errors import UserError
 from roll_core.tracking.spool import (
     ArtifactLogged,
     Destination,
@@ -215,6 +216,23 @@ def test_a_spool_that_cannot_be_written_is_reported_once_and_never_raises(
         tracker.end(RunStatus.FAILED)
     assert sum("loses events" in record.getMessage() for record in caplog.records) == 1
     assert tracker.close() == 5
+
+
+def test_without_an_address_events_stay_in_the_spool_and_no_uploader_starts(tmp_path: Path) -> None:
+    tracker = Tracker(TrackingConfig(uri=None), RUN, tmp_path)
+    tracker.start()
+    tracker.log_metrics(1, {"reward/mean": 0.25}, NOON)
+    tracker.end(RunStatus.FINISHED)
+    tracker.close()
+    assert len(read_all(Spool(tmp_path))) == 2
+    assert not Spool(tmp_path).log_file.exists(), "an uploader was started"
+
+
+def test_baselines_without_an_address_are_refused() -> None:
+    from roll_core.tracking.baselines import Baselines
+
+    with pytest.raises(UserError, match=r"tracking\.uri: null keeps no runs to compare with: name an MLflow address"):
+        Baselines(TrackingConfig(uri=None))
 
 
 def test_a_full_disk_never_raises(tmp_path: Path) -> None:
