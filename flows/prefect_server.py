@@ -47,7 +47,7 @@ def exit_soon(exit_code: int) -> None:
     timer.start()
 
 
-_SKIP_DATABASE_SETUP = {"PREFECT_API_DATABASE_MIGRATE_ON_START": "false", "PREFECT_API_BLOCKS_REGISTER_ON_START": "false"}
+SKIP_DATABASE_SETUP = {"PREFECT_API_DATABASE_MIGRATE_ON_START": "false", "PREFECT_API_BLOCKS_REGISTER_ON_START": "false"}
 """Environment that skips migration and block registration, which take one to two CPU seconds. For a copy of a database that
 a server of the same version has created."""
 
@@ -95,19 +95,19 @@ def private_server(log_dir: Path, home: Path, template: Path) -> Iterator[Callab
     environment = os.environ | QUIET | {"PREFECT_HOME": str(home)}
     if has_template := template.exists():
         shutil.copyfile(template, database)
-        environment |= _SKIP_DATABASE_SETUP
+        environment |= SKIP_DATABASE_SETUP
     with _starting_server(log_dir, environment) as (url, wait_until_up):
         os.environ["PREFECT_API_URL"] = url
 
         def wait() -> None:
             wait_until_up()
             if not has_template:
-                _copy_database(database, template)
+                copy_database(database, template)
 
         yield wait
 
 
-def _copy_database(database: Path, copy: Path) -> None:
+def copy_database(database: Path, copy: Path) -> None:
     """Copy an SQLite database that is in use. The copy appears atomically."""
     draft = copy.with_name(f"{copy.name}.{uuid.uuid4().hex[:8]}")
     with contextlib.closing(sqlite3.connect(database)) as source, contextlib.closing(sqlite3.connect(draft)) as target:

@@ -17,6 +17,12 @@ ROOT = Path(__file__).resolve().parents[1]
 """Root of the repository."""
 MODEL_BACKENDS = (BackendKind.TORCH, BackendKind.MEGATRON)
 """Training backends that train a model; the rehearsal backend has none."""
+QUIET_MLFLOW = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+}
+"""Environment of an MLflow server without telemetry and without processes for evaluation jobs."""
 TINY_WORK: dict[str, Any] = {
     "model": {"kind": "scratch", "max_positions": 32},
     "problems": {"kind": "arithmetic", "puzzle": "sort", "digits": 3},

@@ -45,24 +45,24 @@ def run(options: argparse.Namespace) -> int:
         "PREFECT_API_URL": api_url,
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "1",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # evaluation jobs of MLflow itself: processes that roll does not use
         "PWD": str(Path.cwd()),
     }
     prefect = [sys.executable, "-m", "prefect"]
     server = [*prefect, "server", "start", "--host", "127.0.0.1", "--port", str(options.prefect_port)]
     worker = [*prefect, "worker", "start", "--pool", POOL]
     mlflow = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", options.tracking]
-    mlflow += ["--port", str(options.mlflow_port)]
+    mlflow += ["--port", str(options.mlflow_port), "--workers", "1"]
     with contextlib.ExitStack() as stack:
 
         def start(command: list[str], log_name: str) -> subprocess.Popen[bytes]:
             return stack.enter_context(background_process(command, environment, log_dir / log_name))
 
-        processes = {"prefect server": start(server, "prefect-server.log")}
+        processes = {"prefect server": start(server, "prefect-server.log"), "mlflow": start(mlflow, "mlflow.log")}
         wait_until_healthy(processes["prefect server"], api_url, log_dir / "prefect-server.log")
         _run([*prefect, "work-pool", "create", POOL, "--type", "process", "--overwrite"], environment, log_dir)
         _run([*prefect, "--no-prompt", "deploy", "--all"], environment, log_dir)
         processes["prefect worker"] = start(worker, "worker.log")
-        processes["mlflow"] = start(mlflow, "mlflow.log")
         print(f"prefect  http://127.0.0.1:{options.prefect_port}")
         print(f"mlflow   http://127.0.0.1:{options.mlflow_port}")
         print(f"run      PREFECT_API_URL={api_url} prefect deployment run rlvr/quickstart")

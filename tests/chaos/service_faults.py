@@ -204,7 +204,11 @@ class RestartableServer:
 def _mlflow_server(folder: Path, port: int) -> Iterator[None]:
     arguments = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{folder}/server.db"]
     arguments += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    settings = os.environ | {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
+    settings = os.environ | {
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "DO_NOT_TRACK": "true",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    }
     with _killed_process(arguments, settings, folder / "mlflow-server.log") as server:
         wait_until_healthy(server, f"http://127.0.0.1:{port}", folder / "mlflow-server.log")
         yield

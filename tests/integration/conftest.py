@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from filelock import FileLock
 
 from flows import cli
-from flows.prefect_server import QUIET, embedded_server
+from flows.prefect_server import QUIET, SKIP_DATABASE_SETUP, copy_database, embedded_server
 from roll_core.config.load import load_config
 from roll_core.config.operations.placement import leg_resources
 from roll_core.config.run import RunConfig
@@ -331,22 +332,42 @@ class Workspace:
 
 
 @pytest.fixture(scope="session")
-def prefect_home(tmp_path_factory) -> Path:
-    """Folder of one Prefect database for all tests: creating it is the slow part."""
-    return tmp_path_factory.mktemp("prefect-home")
+def bare_environment() -> dict[str, str]:
+    """Environment without settings of any service."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "RAY_"))}
+    return environment | {"COLUMNS": "160"}
 
 
 @pytest.fixture(scope="session")
-def newcomer(prefect_home) -> dict[str, str]:
+def prefect_database(tmp_path_factory, bare_environment, testrun_uid) -> Path:
+    """Prefect database without runs, for copying. All test processes share it: creating one takes 15 CPU seconds."""
+    database = tmp_path_factory.getbasetemp().parent / f"prefect-{testrun_uid}.db"
+    with FileLock(database.with_suffix(".lock")):
+        if not database.exists():
+            home = tmp_path_factory.mktemp("prefect-template")
+            with embedded_server(home, bare_environment | QUIET | {"PREFECT_HOME": str(home)}):
+                copy_database(home / "prefect.db", database)
+    return database
+
+
+@pytest.fixture(scope="session")
+def prefect_home(tmp_path_factory, prefect_database) -> Path:
+    """Folder of the Prefect database of this test process."""
+    home = tmp_path_factory.mktemp("prefect-home")
+    shutil.copyfile(prefect_database, home / "prefect.db")
+    return home
+
+
+@pytest.fixture(scope="session")
+def newcomer(bare_environment, prefect_home) -> dict[str, str]:
     """Environment of a user who has set up nothing: every command starts a Prefect server of its own."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "RAY_"))}
-    return environment | {"PREFECT_HOME": str(prefect_home), "COLUMNS": "160"}
+    return bare_environment | {"PREFECT_HOME": str(prefect_home)}
 
 
 @pytest.fixture(scope="session")
 def prefect_server(newcomer, prefect_home) -> Iterator[str]:
     """Address of one Prefect server for all runs: starting one costs a quarter of a short run."""
-    with embedded_server(prefect_home, newcomer | QUIET) as url:
+    with embedded_server(prefect_home, newcomer | QUIET | SKIP_DATABASE_SETUP) as url:
         yield url
 
 

@@ -10,13 +10,14 @@ import signal
 import pytest
 
 from roll_core.types.leg import LegEnding
-from tests.chaos.kill_points import FLOW, VICTIMS
+from tests.chaos.kill_points import VICTIMS
 from tests.chaos.outcomes import differences
-from tests.integration.conftest import REHEARSED, Workspace, settings
+from tests.integration.conftest import REHEARSED, settings
 
 LONG_S = 580.0
 """Deadline in seconds: half a dozen legs one after the other."""
 REHEARSAL = (*REHEARSED, f"iterations={2 * len(VICTIMS) + 2}", "checkpoint.every=4", "legs.max_failures=9")
+PAIR = (*REHEARSED, "iterations=8", "checkpoint.every=4", "legs.max_failures=0")
 ADAPTIVE_PPO = (
     "algorithm={kind: ppo, critic: {optimizer: {learning_rate: 1.0e-3}, warmup_iterations: 2}, "
     "shaping: {kl: {adaptive: {target: 0.1, horizon: 100}}, normalize: {mean: running, std: running}}}"
@@ -24,40 +25,24 @@ ADAPTIVE_PPO = (
 """Algorithm with the most state to restore: a critic, running moments and an adaptive KL coefficient."""
 
 
-ABOVE_THE_ROLES = (FLOW, "leg", "ray node")
-"""Processes that only this file kills; `test_async.py` and `test_run_on_s3.py` kill the roles."""
-
-
-def run_chaos(workspace: Workspace, num_kills: int) -> str:
-    """Run tiny-1 unbroken, and tiny-2 with the first victims killed one after another; return the report."""
-    kills = str(num_kills)
+@pytest.mark.exhaustive
+def test_a_run_in_which_every_kind_of_process_is_killed_ends_as_if_none_had_been(workspace):
+    kills = str(len(VICTIMS))
     arguments = ("--config", str(workspace.config), *settings(*REHEARSAL), "--kills", kills, "--per-run", kills)
     done = workspace.run_module("tests.chaos", *arguments, deadline_s=LONG_S)
     assert done.returncode == 0, done.stdout
     assert re.fullmatch(
-        rf"{num_kills} kill points tried in 1 runs, \d survived, 0 missed; "
+        rf"{kills} kill points tried in 1 runs, \d survived, 0 missed; "
         "0 differences, 0 committed iterations lost, 0 generated again",
         done.stdout.splitlines()[-1],
     ), done.stdout
-    return done.stdout
-
-
-def test_a_run_whose_flow_leg_and_ray_are_killed_ends_as_if_none_had_been(workspace):
-    assert VICTIMS[: len(ABOVE_THE_ROLES)] == ABOVE_THE_ROLES
-    report = run_chaos(workspace, len(ABOVE_THE_ROLES))
-    assert all(f"| {victim} |" in report for victim in ABOVE_THE_ROLES), report
-
-
-@pytest.mark.exhaustive
-def test_a_run_in_which_every_kind_of_process_is_killed_ends_as_if_none_had_been(workspace):
-    report = run_chaos(workspace, len(VICTIMS))
-    assert all(f"| {victim} |" in report for victim in VICTIMS), report
+    assert all(f"| {victim} |" in done.stdout for victim in VICTIMS), done.stdout
 
 
 def test_of_two_legs_of_a_run_one_proceeds(workspace):
     """The first leg is paused, like a machine that is cut off, and continues after another leg has finished the run."""
-    unbroken = workspace.train(*REHEARSAL)
-    first = workspace.start("run", str(workspace.config), *settings(*REHEARSAL, "name=pair", "legs.max_failures=0"))
+    unbroken = workspace.train(*PAIR)
+    first = workspace.start("run", str(workspace.config), *settings(*PAIR, "name=pair", "inference.seconds_per_token=0.2"))
     workspace.wait_for_iteration(1, "pair-1")
     leg = workspace.pid_of("leg", run_id="pair-1")
     os.kill(leg, signal.SIGSTOP)

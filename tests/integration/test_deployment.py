@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,11 +47,14 @@ async def read_server(api_url: str) -> tuple[set[str], dict[str, str], list[str]
     return deployments, {name: run.state_name for name, run in flow_runs.items()}, task_runs
 
 
-def test_a_deployment_runs_on_a_worker_and_shows_every_stage(workspace, slurm):
+def test_a_deployment_runs_on_a_worker_and_shows_every_stage(workspace, slurm, prefect_database):
     for name in ("flows", "tasks", "roll_core", "infra", "configs", "prefect.yaml"):
         (workspace.folder / name).symlink_to(ROOT / name)
     del workspace.environment["PREFECT_API_URL"]
-    workspace.environment["PREFECT_HOME"] = str(workspace.folder / "prefect-home")  # a server that has seen no other run
+    home = workspace.folder / "prefect-home"  # of a server that has seen no other run
+    home.mkdir()
+    shutil.copyfile(prefect_database, home / "prefect.db")
+    workspace.environment["PREFECT_HOME"] = str(home)
     workspace.environment |= slurm.environment
     prefect_port, mlflow_port = free_port(), free_port()
     api_url = f"http://127.0.0.1:{prefect_port}/api"

@@ -1,7 +1,9 @@
 """Runs with vLLM as their engine, whose process is killed or hangs: their tokens are those of runs with the torch engine."""
 
+import contextlib
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,15 @@ MODEL = ("model.num_heads=2", "model.num_kv_heads=1")
 def vllm_process(engine: int) -> int | None:
     """Process id of the vLLM process of an engine role; None while it is not there."""
     children = [int(pid) for listed in Path(f"/proc/{engine}/task").glob("*/children") for pid in listed.read_text().split()]
-    return next((pid for pid in children if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()), None)
+    return next((pid for pid in children if b"EngineCore" in command_of(pid)), None)
+
+
+def command_of(pid: int) -> bytes:
+    """Command line of a process; empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def completions(workspace: Workspace, iteration: int) -> list[tuple[int, ...]]:
@@ -25,7 +35,12 @@ def completions(workspace: Workspace, iteration: int) -> list[tuple[int, ...]]:
     return [t.turns[0].completion_ids for t in decode_trajectories(workspace.store.get(collected.trajectories))]
 
 
-def test_vllm_gives_the_tokens_of_the_torch_engine_also_when_its_process_is_killed_or_hangs(new_workspace):
+@pytest.mark.parametrize(
+    "signals",
+    [(signal.SIGKILL,), pytest.param((signal.SIGKILL, signal.SIGSTOP), marks=pytest.mark.exhaustive)],
+    ids=["killed", "killed, then hangs"],
+)
+def test_vllm_gives_the_tokens_of_the_torch_engine_also_when_its_process_is_killed_or_hangs(new_workspace, signals):
     by_torch, by_vllm = new_workspace("by-torch"), new_workspace("by-vllm")
     longer = (*MODEL, "iterations=6", "deadlines.heartbeat=8")
     by_torch.train(*longer)
@@ -33,17 +48,19 @@ def test_vllm_gives_the_tokens_of_the_torch_engine_also_when_its_process_is_kill
     lost: list[int] = []
 
     def signal_vllm(number: signal.Signals) -> None:
-        engine = by_vllm.pid_of("engine 0")
-        process = vllm_process(engine)
-        assert process is not None
+        def processes() -> list[int | None]:
+            engine = by_vllm.pid_of("engine 0")
+            return [engine, vllm_process(engine)]
+
+        wait_until(lambda: not {None, *lost} & {*processes()}, "the engine has a vLLM that was not signalled yet")
+        engine, process = processes()
         os.kill(process, number)
         lost.extend([engine, process])
 
     run = by_vllm.open(*longer, "inference.kind=vllm")
-    with (
-        by_vllm.when_committed(1, lambda: signal_vllm(signal.SIGKILL)),
-        by_vllm.when_committed(3, lambda: signal_vllm(signal.SIGSTOP)),
-    ):
+    with contextlib.ExitStack() as stack:
+        for number, iteration in zip(signals, (1, 3), strict=False):
+            stack.enter_context(by_vllm.when_committed(iteration, partial(signal_vllm, number)))
         ended = by_vllm.run_leg(run)
     assert ended.ending is LegEnding.FINISHED, ended.cause
     assert len(set(lost)) == len(lost), "the engine was not replaced"
