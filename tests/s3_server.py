@@ -10,7 +10,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,8 @@ from typing import TYPE_CHECKING, Self
 
 import botocore.session
 import fsspec
+
+from tests.support import free_ports, patience
 
 if TYPE_CHECKING:
     import pytest
@@ -38,7 +39,7 @@ class S3Server:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._ports = _free_ports(8)
+        self._ports = free_ports(8)
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
@@ -79,7 +80,7 @@ class S3Server:
         keys.write_text(json.dumps(_IDENTITIES))
         with open(self._folder / "server.log", "ab") as log:
             self._process = subprocess.Popen(self._command(keys), stdout=log, stderr=log, start_new_session=True)
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + patience(START_SECONDS)
         while not self._is_ready():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.kill()
@@ -166,14 +167,3 @@ def _make_bucket(environment: dict[str, str]) -> None:
         region_name=environment["AWS_DEFAULT_REGION"],
     )
     client.create_bucket(Bucket=BUCKET)
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.support import free_ports, patience
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel")
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 10.0
@@ -132,11 +134,12 @@ class SlurmCluster:
             daemon.wait()
 
     def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        ends_at = time.monotonic() + START_DEADLINE_S
+        deadline_s = patience(START_DEADLINE_S)
+        ends_at = time.monotonic() + deadline_s
         while not condition():
             ended = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]
             if ended or time.monotonic() > ends_at:
-                why = f"{', '.join(ended)} ended" if ended else f"{START_DEADLINE_S:.0f} s went by"
+                why = f"{', '.join(ended)} ended" if ended else f"{deadline_s:.0f} s went by"
                 raise RuntimeError(f"SLURM: {why} before {what}; the daemons say:\n{self._logs()}")
             time.sleep(0.1)
 
@@ -163,7 +166,7 @@ class SlurmCluster:
         key.touch(0o600)
         key.write_bytes(secrets.token_bytes(128))
         host = socket.gethostname().partition(".")[0]
-        controller_port, *node_ports = _free_ports(1 + len(self.nodes))
+        controller_port, *node_ports = free_ports(1 + len(self.nodes))
         nodes = "\n".join(
             f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.{10 + number} Port={port} CPUs={CPUS} Boards=1 "
             f"SocketsPerBoard=1 CoresPerSocket={CPUS} ThreadsPerCore=1 RealMemory={MEMORY_MB} State=UNKNOWN"
@@ -255,11 +258,3 @@ def _with_environment(setting: str) -> list[int]:
             if setting.encode() in file.read_bytes().split(b"\0"):
                 found.append(int(file.parent.name))
     return found
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]

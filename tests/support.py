@@ -1,7 +1,11 @@
 """Helpers of many tests and of some benchmarks: a tiny config, random samples, a finished trajectory, deadlines."""
 
+import contextlib
 import os
 import random
+import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +103,20 @@ def trajectory(
 def patience(seconds: float) -> float:
     """Deadline for a machine without other load, extended by the load average per core: waits scale with load."""
     return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = 180.0) -> None:
+    """Poll a condition; fail with `what` after the deadline, which a loaded machine extends."""
+    ends_at = time.monotonic() + patience(deadline_s)
+    while not condition():
+        assert time.monotonic() < ends_at, f"after {patience(deadline_s):.0f} s still waiting until {what}"
+        time.sleep(0.05)
+
+
+def free_ports(count: int) -> list[int]:
+    """Find TCP ports that are free on 127.0.0.1 now."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]

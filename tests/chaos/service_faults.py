@@ -38,6 +38,7 @@ from tests.chaos.process_kills import (
 from tests.faulty_proxy import Fault as ProxyFault
 from tests.faulty_proxy import FaultyProxy
 from tests.s3_server import S3Server
+from tests.support import QUIET_MLFLOW
 
 FAULT_SECONDS = 3.0
 """Seconds that a temporary fault lasts: many iterations of the tiny model."""
@@ -204,11 +205,7 @@ class RestartableServer:
 def _mlflow_server(folder: Path, port: int) -> Iterator[None]:
     arguments = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{folder}/server.db"]
     arguments += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    settings = os.environ | {
-        "MLFLOW_DISABLE_TELEMETRY": "true",
-        "DO_NOT_TRACK": "true",
-        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-    }
+    settings = os.environ | QUIET_MLFLOW
     with _killed_process(arguments, settings, folder / "mlflow-server.log") as server:
         wait_until_healthy(server, f"http://127.0.0.1:{port}", folder / "mlflow-server.log")
         yield

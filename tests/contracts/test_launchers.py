@@ -15,7 +15,7 @@ from infra.slurm.queue import SlurmUnavailable
 from infra.slurm.slurm import SlurmLauncher
 from roll_core.config.operations import legs as launchers
 from roll_core.types.leg import LegAllocation, LegEnding
-from tests.integration.conftest import wait_until
+from tests.support import wait_until
 
 SMALL = launchers.SlurmLauncherConfig(partition="low", exclusive=False, cpus_per_node=1, memory_gigabytes=1)
 

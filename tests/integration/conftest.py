@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -38,7 +37,7 @@ from roll_core.store.records.runs import find_run, open_run, read_chain, read_co
 from roll_core.types.leg import LegAllocation, LegEnded, LegEnding
 from roll_core.types.manifest import Manifest, Replayed
 from roll_core.types.refs import CheckpointRef, RunRef
-from tests.support import ROOT, patience
+from tests.support import ROOT, patience, wait_until
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
@@ -73,14 +72,6 @@ SHARED_DEVICES = 8
 def settings(*overrides: str) -> list[str]:
     """Command-line arguments that set config keys."""
     return [word for override in overrides for word in ("--set", override)]
-
-
-def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = 180.0) -> None:
-    """Poll a condition; fail with `what` after the deadline, which a loaded machine extends."""
-    ends_at = time.monotonic() + patience(deadline_s)
-    while not condition():
-        assert time.monotonic() < ends_at, f"after {patience(deadline_s):.0f} s still waiting until {what}"
-        time.sleep(0.05)
 
 
 class SharedRay:

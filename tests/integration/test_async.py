@@ -19,8 +19,9 @@ from roll_core.types.leg import LegEnding
 from roll_core.types.manifest import Manifest
 from roll_core.types.trace import AttemptTrace, Fate, Span
 from roll_core.types.trajectory import Trajectory
-from tests.integration.conftest import Workspace, wait_until
+from tests.integration.conftest import Workspace
 from tests.integration.faulty_roles import RecordingEngine, use
+from tests.support import wait_until
 
 APART = ("cluster={devices_per_node: 2, threads_per_device: 1}", "placement={trainer: [0], engines: [1]}")
 

@@ -8,13 +8,14 @@ import pytest
 
 from roll_core.config.operations.services import TrackingConfig
 from roll_core.errors import RollError, UserError
+from roll_core.host import free_port
 from roll_core.tracking.baselines import Baselines
 from roll_core.tracking.mlflow_run import MlflowRun
 from roll_core.tracking.spool import Destination, RunEnded, RunStatus
 from roll_core.tracking.tracker import MACHINE_TAG, VERSIONS_TAG
 from roll_core.types.refs import RunRef
 from roll_core.types.regression import Measured, Origin, Verdict
-from tests.integration.test_tracking_mlflow import free_port, mlflow_server
+from tests.integration.test_tracking_mlflow import mlflow_server
 
 NOON = datetime(2026, 11, 15, 12, tzinfo=UTC)
 ORIGIN = Origin(machine="EPYC, 2 CPUs", versions="torch 2.13.0", code="0.2.0+aaaa")

@@ -13,8 +13,8 @@ from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.prefect_server import free_port
-from tests.integration.conftest import REHEARSED, wait_until
-from tests.support import ROOT
+from tests.integration.conftest import REHEARSED
+from tests.support import ROOT, wait_until
 
 OVERRIDES = [
     *REHEARSED,

@@ -12,8 +12,8 @@ from mlflow import MlflowClient
 
 from roll_core.types.leg import LegEnding
 from tests.chaos.outcomes import differences
-from tests.integration.conftest import MLFLOW_DATABASE, REHEARSED, TRACKED, Workspace, settings, wait_until
-from tests.support import patience
+from tests.integration.conftest import MLFLOW_DATABASE, REHEARSED, TRACKED, Workspace, settings
+from tests.support import patience, wait_until
 
 LONG_ENOUGH = ("iterations=16", "checkpoint.every=5")
 """Settings of a run that does not end before it is killed twice and stopped."""

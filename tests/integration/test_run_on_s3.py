@@ -5,7 +5,8 @@ import signal
 
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.runs import read_chain
-from tests.integration.conftest import REHEARSED, settings, wait_until
+from tests.integration.conftest import REHEARSED, settings
+from tests.support import wait_until
 
 
 def test_a_run_on_s3_survives_an_outage_of_the_store_and_a_killed_trainer(workspace, own_server):

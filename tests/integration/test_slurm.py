@@ -15,9 +15,9 @@ import pytest
 
 from roll_core.types.manifest import Manifest
 from tests.chaos.outcomes import differences
-from tests.integration.conftest import ROLL, SharedRay, Workspace, settings, wait_until
+from tests.integration.conftest import ROLL, SharedRay, Workspace, settings
 from tests.slurm_cluster import SlurmCluster
-from tests.support import ROOT, patience
+from tests.support import ROOT, patience, wait_until
 
 LONG_S = 550.0
 ITERATIONS = 12

@@ -4,13 +4,11 @@ import contextlib
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,13 +17,14 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from roll_core.config.operations.services import TrackingConfig
+from roll_core.host import free_port
 from roll_core.tracking.spool import RunStatus, Spool
 from roll_core.tracking.tracker import Tracker
 from roll_core.types.refs import RunRef
+from tests.support import QUIET_MLFLOW, wait_until
 
 NOON = datetime(2026, 11, 15, 12, tzinfo=UTC)
 RUN = RunRef(run_id="quickstart-3", store_uri="file:///home/ada/roll-data", config_digest="1b4f")
-SERVER_START_SECONDS = 120.0
 DRAIN_SECONDS = 120.0
 
 
@@ -52,13 +51,6 @@ def artifact_text(client: MlflowClient, run: Run, name: str, folder: Path) -> st
 def upload_once(spool_dir: Path) -> int:
     command = [sys.executable, "-m", "roll_core.tracking.uploader", str(spool_dir), "--once"]
     return subprocess.run(command, timeout=120).returncode
-
-
-def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
-        time.sleep(0.05)
 
 
 def test_two_legs_feed_one_mlflow_run(tmp_path: Path) -> None:
@@ -94,7 +86,7 @@ def test_two_legs_feed_one_mlflow_run(tmp_path: Path) -> None:
     second.start()
     second.log_params({"algorithm.name": "grpo", "seed": "8", "leg": "2"})
     second.log_metrics(3, {"reward/mean": 0.75}, NOON)
-    wait_until(lambda: Spool(spool_dir).count_left() == 0, DRAIN_SECONDS, "the upload of the second leg")
+    wait_until(lambda: Spool(spool_dir).count_left() == 0, "the second leg is uploaded", DRAIN_SECONDS)
     assert the_only_run(client).info.status == "RUNNING"
     second.set_tags({"roll.leg": "2"})
     second.end(RunStatus.FINISHED)
@@ -130,15 +122,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == -signal.SIGKILL
     spool = Spool(tmp_path / "spool")
-    wait_until(lambda: spool.read_cursor() > 0, DRAIN_SECONDS, "the upload by an orphan")
+    wait_until(lambda: spool.read_cursor() > 0, "an orphan uploads", DRAIN_SECONDS)
     client = MlflowClient(sqlite_config(tmp_path).uri)
     assert history(client, the_only_run(client), "reward/mean") == [(1, 0.25)]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def answers(address: str) -> bool:
@@ -154,19 +140,14 @@ def mlflow_server(folder: Path, port: int) -> Iterator[str]:
     """A server with one worker; its process group is ended with it."""
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{folder}/server.db"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    environment = {
-        **os.environ,
-        "MLFLOW_DISABLE_TELEMETRY": "true",
-        "DO_NOT_TRACK": "true",
-        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-    }
+    environment = os.environ | QUIET_MLFLOW
     with (folder / "server.log").open("wb") as log:
         server = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
         address = f"http://127.0.0.1:{port}"
-        wait_until(lambda: answers(address), SERVER_START_SECONDS, "the start of the MLflow server")
+        wait_until(lambda: answers(address), "the MLflow server answers")
         yield address
     finally:
         os.killpg(server.pid, signal.SIGKILL)
@@ -186,7 +167,7 @@ def test_what_is_logged_while_the_server_is_down_arrives_once_it_is_up(
     for iteration in range(1, 251):
         tracker.log_metrics(iteration, {f"area/{number}": float(iteration) for number in range(10)}, NOON)
     tracker.log_artifact("manifests/00000002.json", b'{"iteration": 2}')
-    wait_until(lambda: b"Connection refused" in spool.log_file.read_bytes(), 60, "a refused connection")
+    wait_until(lambda: b"Connection refused" in spool.log_file.read_bytes(), "a connection is refused")
     assert spool.count_left() == 252
 
     with mlflow_server(tmp_path, port) as address:

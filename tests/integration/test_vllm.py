@@ -10,7 +10,8 @@ import pytest
 
 from roll_core.store.records.rollouts import decode_trajectories
 from roll_core.types.leg import LegEnding
-from tests.integration.conftest import Workspace, settings, wait_until
+from tests.integration.conftest import Workspace, settings
+from tests.support import wait_until
 
 MODEL = ("model.num_heads=2", "model.num_kv_heads=1")
 """32 features a head: the fewest that vLLM's attention on CPUs supports."""

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from roll_core.tracking.spool import (
 )
 from roll_core.tracking.tracker import Tracker
 from roll_core.types.refs import RunRef
+from tests.support import wait_until
 
 NOON = datetime(2026, 11, 15, 12, tzinfo=UTC)
 RUN = RunRef(run_id="quickstart-3", store_uri="file:///home/ada/roll-data", config_digest="1b4f")
@@ -52,13 +52,6 @@ def write(spool: Spool, events: list[TrackingEvent]) -> None:
 
 def read_all(spool: Spool) -> list[TrackingEvent]:
     return [spooled.event for spooled in spool.read(0, max_events=100).events]
-
-
-def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
-        time.sleep(0.05)
 
 
 def test_events_come_back_as_they_were_written(tmp_path: Path) -> None:
@@ -170,7 +163,7 @@ def test_an_outage_delays_neither_logging_nor_the_end_of_a_run(tmp_path: Path) -
     tracker.set_tags({"roll.leg": "1"})
     tracker.end(RunStatus.FAILED)
     assert time.monotonic() - started < 2.0
-    wait_until(lambda: b"Connection refused" in Spool(tmp_path).log_file.read_bytes(), 60, "a refused connection")
+    wait_until(lambda: b"Connection refused" in Spool(tmp_path).log_file.read_bytes(), "a connection is refused")
     started = time.monotonic()
     assert tracker.close() == 104
     assert time.monotonic() - started < 5.0
@@ -182,7 +175,7 @@ def test_an_uploader_ignores_the_signals_of_its_leg_and_ends_when_asked_to_drain
     spool.write_destination(DESTINATION)
     command = [sys.executable, "-m", "roll_core.tracking.uploader", str(tmp_path), "--drain-seconds", "60"]
     with subprocess.Popen(command) as uploader:
-        wait_until(spool.lock_file.exists, 30, "the start of the uploader")
+        wait_until(spool.lock_file.exists, "the uploader starts")
         uploader.send_signal(signal.SIGUSR2)
         uploader.send_signal(signal.SIGTERM)
         spool.request_drain(time.time() + 30)
@@ -194,7 +187,7 @@ def test_a_second_uploader_waits_for_the_first(tmp_path: Path) -> None:
     spool.write_destination(DESTINATION)
     command = [sys.executable, "-m", "roll_core.tracking.uploader", str(tmp_path)]
     with subprocess.Popen(command) as first:
-        wait_until(spool.lock_file.exists, 30, "the start of the uploader")
+        wait_until(spool.lock_file.exists, "the uploader starts")
         once = subprocess.run([*command, "--once"], capture_output=True, text=True, timeout=30)
         assert once.returncode == 1
         assert "another uploader is at work" in once.stderr
