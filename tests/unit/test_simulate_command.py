@@ -17,7 +17,7 @@ from roll_core.store.records.runs import commit, open_run, read_chain
 from roll_core.store.records.traces import encode_trace
 from roll_core.types.manifest import NO_PARENT, Collected, CollectRequest, Draws, Manifest
 from roll_core.types.refs import ArtifactKind, record_digest
-from tests.support import tiny_config
+from tests.support import ROOT, tiny_config
 
 MODELS = MachineModels(
     EngineModel(0.2, 0.1), GraderModel((0.05, 0.07)), TrainerModel(1, Cost(1.0), Cost(2.0), 0.5, 0.0, 0.0, 0.3)
@@ -119,3 +119,10 @@ def test_mistakes_are_refused_in_one_sentence(tmp_path, capsys, arguments, messa
     refusal = capsys.readouterr().err
     assert refusal.startswith(message)
     assert refusal.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [("plan",), ("simulate", "--iterations", "1")], ids=lambda command: command[0])
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/runs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_run_that_comes_with_roll_can_be_planned_and_simulated(path, command, capsys):
+    name, *options = command
+    assert main([name, str(path), *options]) == 0, capsys.readouterr().err
