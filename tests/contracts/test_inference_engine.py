@@ -117,7 +117,7 @@ class Subject:
 
 class TorchSubject(Subject):
     def __init__(self, architecture: Architecture = Architecture.QWEN3):
-        super().__init__(asyncio.run, range(1, 14))
+        super().__init__(asyncio.run, range(1, 14, 3))
         self.architecture = architecture
         self.num_workers = 1
 

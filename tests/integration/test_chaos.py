@@ -39,6 +39,7 @@ def test_a_run_in_which_every_kind_of_process_is_killed_ends_as_if_none_had_been
     assert all(f"| {victim} |" in done.stdout for victim in VICTIMS), done.stdout
 
 
+@pytest.mark.exhaustive
 def test_of_two_legs_of_a_run_one_proceeds(workspace):
     """The first leg is paused, like a machine that is cut off, and continues after another leg has finished the run."""
     unbroken = workspace.train(*PAIR)

@@ -19,6 +19,7 @@ def digests_by_ray(new_workspace: Callable[[str], Workspace]) -> list[str]:
     return [manifest.weights_digest for manifest in new_workspace("by-ray").train(*APART)]
 
 
+@pytest.mark.exhaustive
 def test_through_the_store_from_which_the_replacement_of_the_only_engine_gets_its_weights(
     workspace, digests_by_ray, monkeypatch
 ):

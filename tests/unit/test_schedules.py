@@ -441,7 +441,7 @@ def check_run(schedule: Schedule, run: Run) -> None:
         check_iteration(schedule, version, rollout)
 
 
-@schedules(1300)
+@schedules(700)
 @given(SCHEDULE)
 def test_without_redundancy_the_ledger_is_that_of_collecting_one_problem_after_the_other(schedule):
     """Times, deaths, outages, kills and weights updates change neither outcomes nor the tokens and grades of any attempt."""
@@ -463,7 +463,7 @@ def test_without_redundancy_the_ledger_is_that_of_collecting_one_problem_after_t
         assert set(run.worlds[0].issued.values()) == {1}
 
 
-@schedules(900)
+@schedules(500)
 @given(SCHEDULE)
 def test_with_redundancy_batches_are_full_and_all_other_attempts_are_accounted_for(schedule):
     run = run_all_legs(schedule)
