@@ -1,6 +1,6 @@
 # make quickstart   a small model learns, in minutes, on this machine
 # make check        format, lint, types, import contracts, unit tests
-# make test         check, then every promise once on real services; at most 25 minutes on two idle cores after the set-up
+# make test         check, then every promise once on real services; about 25 minutes on two idle cores after the set-up
 # make test-all     everything: the tests that `make test` leaves out (marker exhaustive), and the folder tests/megatron
 # make test-gpu     backends and engines on a GPU, where there is one
 # make docs         write docs/algorithms.md and docs/reference/config.md, and build the site in build/site
