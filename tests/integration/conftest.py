@@ -307,12 +307,11 @@ class Workspace:
         self.wait_until(manifest.exists, f"iteration {iteration} of {run_id} is committed", deadline_s)
 
     def wait_until(self, condition: Callable[[], bool], what: str, deadline_s: float) -> None:
-        """Poll a condition; fail at once if the command that was started last has failed."""
+        """Poll a condition; fail at once if the command that was started last has failed and its output was not read."""
         newest = self._newest
 
         def is_true() -> bool:
-            failed = newest is not None and (newest.poll() or 0) > 0
-            if failed and newest is not None and not condition():
+            if newest is not None and (newest.poll() or 0) > 0 and not newest.stdout.closed and not condition():
                 pytest.fail(f"before {what}, a command ended with {newest.returncode}:\n{newest.communicate()[0]}")
             return condition()
 
