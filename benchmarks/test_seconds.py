@@ -18,6 +18,13 @@ def main() -> None:
     parser.add_argument("--before", nargs="+", type=Path, default=[], help="reports of an older version, to compare with")
     options = parser.parse_args()
     print(table(seconds_by_file(options.reports), seconds_by_file(options.before)))
+    for report in (*options.before, *options.reports):
+        print(f"{report}: {wall_seconds(report) / 60:.1f} min from beginning to end")
+
+
+def wall_seconds(report: Path) -> float:
+    """Wall time of a test run in seconds."""
+    return sum(float(suite.attrib["time"]) for suite in ElementTree.parse(report).iter("testsuite"))
 
 
 def seconds_by_file(reports: list[Path]) -> dict[str, tuple[int, float]]:

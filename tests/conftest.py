@@ -28,6 +28,7 @@ GROUPS = {
         "tests/contracts/test_mismatch.py",
         "tests/contracts/test_routers.py",
         "tests/contracts/test_training_backend.py",
+        "tests/megatron/test_all_layouts.py",
     ),
 }
 """Files that run in the same process, one after another. Tests on SLURM check that no SLURM process is left on this machine.

@@ -1,6 +1,6 @@
 """Training by the megatron backend must equal that by the torch backend: a selection of layouts and router settings.
 
-`tests/megatron` has all layouts and all router settings.
+`tests/megatron/test_all_layouts.py` has all of them.
 """
 
 import pytest

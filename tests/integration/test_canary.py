@@ -29,6 +29,7 @@ def test_a_leg_on_an_unfit_node_ends_with_its_name_and_the_failure_is_recorded(w
     [(node, [failure])] = read_failures(workspace.store).items()
     assert (node, failure.run_id, failure.leg) == (node_name(), "tiny-1", 1)
     assert "(nodes.free_gigabytes asks for 1e+09)" in failure.reason
+    assert not ray.is_initialized(), "a fleet that did not start is still connected to Ray"
 
 
 @pytest.fixture(scope="module")
