@@ -34,6 +34,16 @@ def answers(url: str) -> bool:
         return False
 
 
+def read_until(process: subprocess.Popen[str], last_line: str) -> str:
+    """Read the output of the process up to `last_line`; fail if the process ends without it."""
+    printed = []
+    for line in process.stdout:
+        printed.append(line)
+        if line.rstrip() == last_line:
+            return "".join(printed)
+    raise AssertionError(f"the process ended before it printed {last_line!r}:\n{''.join(printed)}")
+
+
 async def read_server(api_url: str) -> tuple[set[str], dict[str, str], list[str]]:
     """Deployment names, flow runs by name with their state, and task-run names."""
     with temporary_settings({PREFECT_API_URL: api_url}):
@@ -60,6 +70,8 @@ def test_a_deployment_runs_on_a_worker_and_shows_every_stage(workspace, slurm, p
     api_url = f"http://127.0.0.1:{prefect_port}/api"
     up = workspace.start("up", "--prefect-port", str(prefect_port), "--mlflow-port", str(mlflow_port))
     try:
+        printed = read_until(up, "stop with Ctrl-C")
+        assert f"PREFECT_API_URL={api_url} prefect deployment run rlvr/quickstart" in printed
         wait_until(lambda: answers(f"http://127.0.0.1:{mlflow_port}"), "the MLflow page answers")
         command = [sys.executable, "-m", "prefect", "deployment", "run", "rlvr/quickstart", "--watch"]
         watched = subprocess.run(
