@@ -5,9 +5,9 @@
   python -m tests.chaos --config CONFIG   kill processes in runs of a config of yours, in this folder
 
 The whole experiment kills every process of a run with SIGKILL at every stage. Then it runs on an S3 store behind a faulty
-proxy, and kills the S3, MLflow and Prefect servers, which come back or stay away. Compared are the weights, rollouts and
-metrics of every iteration. Exits with 1 if a committed iteration was lost, a result differs, or a command hung or ended
-without one sentence that says why.
+proxy, and kills the S3, MLflow and Prefect servers, which come back or stay away. At last it sends random signals to random
+processes at random moments (`storm.py`). Compared are the weights, rollouts and metrics of every iteration. Exit code 1: a
+committed iteration was lost, a result differs, or a command hung or ended without one sentence that says why.
 """
 
 import argparse
@@ -25,7 +25,8 @@ from roll_core.errors import RollError
 from roll_core.types.refs import RunRef
 from tests.chaos.kill_points import VICTIMS
 from tests.chaos.outcomes import BrokenRun
-from tests.chaos.report import defects, page, short_report, summary_sentence
+from tests.chaos.report import defects, page, short_report, storm_defects, summary_sentence
+from tests.chaos.storm import Storm, run_storms
 from tests.support import ROOT
 
 NUM_ITERATIONS = 10
@@ -44,25 +45,27 @@ checkpoint: {{every: 4}}
 legs: {{max_failures: 0}}
 tracking: {{drain_seconds: 5}}
 """
-PARTS = ("kills", "store", "mlflow", "prefect")
+PARTS = ("kills", "store", "mlflow", "prefect", "storm")
 ALL_KILLS = 8 * len(VICTIMS)
 """Number of kill points that visit every victim at every stage; the tiny model has no stage update_critic."""
 KILLS_OF_CONFIG, SHORT_KILLS = 40, 3
 """Default number of kill points with --config, and with --short."""
+STORM_EVENTS, SHORT_STORM_EVENTS = 60, 4
+"""Number of random signals of all storms, and of those with --short."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the experiment that the options ask for; return 1 if it found defects."""
     options = parse_options(arguments)
     try:
-        broken, report = break_config(options) if options.config else break_everything(options)
+        found, report = break_config(options) if options.config else break_everything(options)
     except RollError as error:
         print(error, file=sys.stderr)
         return error.exit_code
     print(report)
     if options.output:
         options.output.write_text(report.rstrip("\n") + "\n")
-    return 1 if defects(broken) else 0
+    return 1 if found else 0
 
 
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
@@ -92,19 +95,19 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def break_config(options: argparse.Namespace) -> tuple[list[BrokenRun], str]:
-    """Kill processes in runs of a config; return the broken runs and a report."""
+def break_config(options: argparse.Namespace) -> tuple[list[str], str]:
+    """Kill processes in runs of a config; return the defects and a report."""
     config = load_config(options.config, options.overrides)
     kills = KILLS_OF_CONFIG if options.kills is None else options.kills
     with prefect_api(Path(config.work_dir)):
         from tests.chaos.flow import chaos
 
         outcome = chaos(options.config, options.overrides, kills, options.per_run, options.seed)
-    return list(outcome.broken), short_report(outcome.broken)
+    return defects(outcome.broken), short_report(outcome.broken)
 
 
-def break_everything(options: argparse.Namespace) -> tuple[list[BrokenRun], str]:
-    """Run the tiny model in a temporary folder, kill its processes, break its services; return broken runs and a report."""
+def break_everything(options: argparse.Namespace) -> tuple[list[str], str]:
+    """Run the tiny model in a temporary folder, kill its processes, break its services; return the defects and a report."""
     began_at = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos-") as name, contextlib.chdir(name):
         folder, config = Path(name), Path(name) / "chaos.yaml"
@@ -120,9 +123,10 @@ def break_everything(options: argparse.Namespace) -> tuple[list[BrokenRun], str]
                 for recovery in run.recoveries:
                     print(f"{recovery.point.victim}, {recovery.point.event_name}: {recovery.verdict}", flush=True)
                 services.append(run)
+            storms = list(break_by_storms(options, config))
     minutes = (time.monotonic() - began_at) / 60
-    report = page(outcome, services, minutes, NUM_ITERATIONS, FAULT_SECONDS)
-    return [*outcome.broken, *services], report
+    report = page(outcome, services, storms, minutes, NUM_ITERATIONS, FAULT_SECONDS)
+    return defects([*outcome.broken, *services]) + storm_defects(storms), report
 
 
 def num_kills(options: argparse.Namespace) -> int:
@@ -146,6 +150,15 @@ def break_services(options: argparse.Namespace, config: Path, folder: Path, unbr
         yield from break_mlflow(config, folder, unbroken)
     if "prefect" in parts:
         yield from break_prefect(config, folder, unbroken)
+
+
+def break_by_storms(options: argparse.Namespace, config: Path) -> Iterator[Storm]:
+    """Send random signals to the processes of runs of a config, if that part was chosen."""
+    if "storm" not in parts_of(options):
+        return
+    for storm in run_storms(str(config), SHORT_STORM_EVENTS if options.short else STORM_EVENTS, options.seed):
+        print(f"storm, {storm.variant}: {len(storm.events)} events, {len(storm.differences)} differences", flush=True)
+        yield storm
 
 
 def parts_of(options: argparse.Namespace) -> Sequence[str]:

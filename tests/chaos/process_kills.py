@@ -97,7 +97,7 @@ def kill_during_command(run: RunRef, points: Sequence[KillPoint]) -> list[Fault]
 
 def kill_at(run: RunRef, process: subprocess.Popen[bytes], point: KillPoint) -> Fault:
     """Send SIGKILL to the victim and wait until the command has ended or recovered."""
-    pids = _pids_of_newest_leg(run) | {FLOW: process.pid}
+    pids = pids_of_newest_leg(run) | {FLOW: process.pid}
     os.kill(pids[point.victim], signal.SIGKILL)
     at = datetime.now(UTC)
     return record_fault(run, process, point, at, wait_for_outcome(run, process, at))
@@ -181,7 +181,7 @@ def wait_for_outcome(run: RunRef, process: subprocess.Popen[bytes], at: datetime
         if time.monotonic() > ends_at:
             return (f"the command neither ended nor went on within {EXIT_DEADLINE_S:.0f} s",)
         time.sleep(POLL_S)
-    return _traceback_defect(run)
+    return traceback_defect(run)
 
 
 def wait_for_exit(run: RunRef, process: subprocess.Popen[bytes]) -> tuple[str, ...]:
@@ -190,10 +190,10 @@ def wait_for_exit(run: RunRef, process: subprocess.Popen[bytes]) -> tuple[str, .
         process.wait(EXIT_DEADLINE_S)
     except subprocess.TimeoutExpired:
         return (f"the command did not end within {EXIT_DEADLINE_S:.0f} s",)
-    return _traceback_defect(run)
+    return traceback_defect(run)
 
 
-def _traceback_defect(run: RunRef) -> tuple[str, ...]:
+def traceback_defect(run: RunRef) -> tuple[str, ...]:
     return ("the command ended with a traceback",) if "Traceback" in _command_log(run).read_text() else ()
 
 
@@ -247,7 +247,7 @@ def work_folder(run: RunRef) -> Path:
     return run_dir(run, read_config(run))
 
 
-def _pids_of_newest_leg(run: RunRef) -> dict[str, int]:
+def pids_of_newest_leg(run: RunRef) -> dict[str, int]:
     newest = max(work_folder(run).glob("leg-*/processes.json"), key=lambda path: path.stat().st_mtime)
     return json.loads(newest.read_text())
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from tests.chaos.kill_points import STAGES, VICTIMS
 from tests.chaos.outcomes import BrokenRun, Outcome, Recovery
+from tests.chaos.storm import Storm, event_table, storm_table
 
 
 def matrix_table(recoveries: Sequence[Recovery]) -> str:
@@ -77,6 +78,11 @@ def defects(broken: Sequence[BrokenRun]) -> list[str]:
     return lines
 
 
+def storm_defects(storms: Sequence[Storm]) -> list[str]:
+    """Sentences about every difference that a storm made."""
+    return [f"{storm.run_id}, storm, {storm.variant}: {line}" for storm in storms for line in storm.differences]
+
+
 def short_report(broken: Sequence[BrokenRun]) -> str:
     """Report of killed processes: two tables, the defects and, as the last line, the summary sentence."""
     recoveries = recoveries_of(broken)
@@ -85,10 +91,18 @@ def short_report(broken: Sequence[BrokenRun]) -> str:
     )
 
 
-def page(outcome: Outcome, services: Sequence[BrokenRun], minutes: float, num_iterations: int, fault_seconds: float) -> str:
+def page(
+    outcome: Outcome,
+    services: Sequence[BrokenRun],
+    storms: Sequence[Storm],
+    minutes: float,
+    num_iterations: int,
+    fault_seconds: float,
+) -> str:
     """Markdown page about a whole experiment.
 
-    `outcome` is about killed processes, `services` about services that failed for `fault_seconds` or longer.
+    `outcome` is about killed processes, `services` about services that failed for `fault_seconds` or longer, `storms` about
+    random signals.
     """
     kills, faults = recoveries_of(outcome.broken), recoveries_of(services)
     broken = [*outcome.broken, *services]
@@ -122,6 +136,17 @@ away, do so until the run has ended.
 
 {matrix_table(faults)}
 
+## Storms: random signals at random moments
+
+Processes of a run, drawn at random, are killed, stopped for some seconds, or told to end. It begins with the command.
+Beside the run `roll gc` collects what is a few seconds old and `roll export` writes a policy, and both are killed.
+{sum(len(storm.events) for storm in storms)} events in {len(storms)} runs. A synchronous run must equal the unbroken one to
+the bit. An asynchronous run must have trained on the same problems, each once.
+
+{storm_table(storms)}
+
+{event_table(storms)}
+
 ## Generation
 
 Collects that began, in all broken runs: {num_collects}, for {num_needed} iterations. The others belong to iterations that a
@@ -133,5 +158,5 @@ kill undid before their rollouts were stored. Collects of iterations already com
 
 ## Defects
 
-{chr(10).join(f"- {line}" for line in defects(broken)) or "None."}
+{chr(10).join(f"- {line}" for line in [*defects(broken), *storm_defects(storms)]) or "None."}
 """
