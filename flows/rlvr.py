@@ -57,7 +57,7 @@ def run_legs(run: RunRef) -> RunSummary:
     endings: list[LegEnded] = []
     with cancelling_elastic_jobs(run):
         for number in count(orphaned_leg(run) or next_leg(run)):
-            ended = run_leg(run, number, run_train_leg, context_for_leg)
+            ended = run_leg(run, number, run_train_leg, context_for_leg, nodes_to_avoid(endings))
             if ended.ending is LegEnding.FINISHED:
                 break
             if ended.ending is LegEnding.FENCED:
@@ -107,16 +107,25 @@ def reason_to_stop(endings: Sequence[LegEnded], legs: LegsConfig) -> str | None:
     stopped, cause_and_log = f"{last.run_id} stopped {reached}", f"{last.cause} (log: {last.log})"
     if last.ending is LegEnding.CANCELLED:
         return f"{stopped}: the job of its leg was cancelled: {cause_and_log}"
-    if last.ending is LegEnding.FAILED and last.failure is FailureClass.DETERMINISTIC:
-        if isinstance(legs.launcher, SlurmLauncherConfig):
-            return f"{stopped}: another leg would fail in the same way: {cause_and_log}"
-        if len(without_progress) > 1 and is_same_failure(last, without_progress[1]):
-            return f"{stopped}: two legs in a row failed in the same way: {cause_and_log}"
+    if last.failure is FailureClass.MISTAKE:
+        return f"{stopped}: another leg would fail in the same way: {cause_and_log}"
+    if len(without_progress) > 1 and is_same_failure(last, without_progress[1]):
+        return f"{stopped}: two legs in a row failed in the same way: {cause_and_log}"
     counted_endings, limit, word = ending_budget(last.ending, legs)
     num_counted = sum(ended.ending in counted_endings for ended in without_progress)
     if num_counted > limit:
         return f"{stopped} after {num_counted} {word} leg(s); the last one: {cause_and_log}"
     return None
+
+
+def nodes_to_avoid(endings: Sequence[LegEnded]) -> tuple[str, ...]:
+    """Nodes that the leg after these unfinished legs should avoid: those that the last leg lost, or all of its nodes if its
+    failure is deterministic. If that failure repeats elsewhere, no machine is the cause."""
+    if not endings:
+        return ()
+    last = endings[-1]
+    is_deterministic = last.ending is LegEnding.FAILED and last.failure is FailureClass.DETERMINISTIC
+    return last.lost_nodes or ((last.nodes,) if is_deterministic and last.nodes else ())
 
 
 def ending_budget(ending: LegEnding, legs: LegsConfig) -> tuple[set[LegEnding], int, str]:
@@ -140,7 +149,8 @@ def ending_budget(ending: LegEnding, legs: LegsConfig) -> tuple[set[LegEnding], 
 
 def is_same_failure(one: LegEnded, other: LegEnded) -> bool:
     """True if two legs failed deterministically with the same cause."""
-    return one.failure is other.failure is FailureClass.DETERMINISTIC and one.cause == other.cause
+    are_deterministic = one.failure is other.failure is FailureClass.DETERMINISTIC
+    return are_deterministic and one.ending is other.ending is LegEnding.FAILED and one.cause == other.cause
 
 
 def next_leg(run: RunRef) -> int:

@@ -6,7 +6,7 @@ import time
 import traceback
 from pathlib import Path
 
-from httpx import TransportError
+from httpx import HTTPStatusError, TransportError
 from prefect import flow
 
 from flows.prefect_server import exit_soon
@@ -143,8 +143,8 @@ def run_leg_flow(run: RunRef, leg: int, allocation: LegAllocation) -> LegEnded:
             shutil.rmtree(scratch / folder, ignore_errors=True)
     try:
         return train_with_restarts(run, leg, allocation, scratch / "stage-cache")
-    except TransportError as error:
-        # Prefect's client lost its server. If the run is finished, only the flow's final state was not reported.
+    except (TransportError, HTTPStatusError) as error:
+        # Prefect's server is gone or overloaded. If the run is finished, only the flow's final state was not reported.
         return finished_leg(run, leg) or leg_failed(run, leg, error)
     except Exception as error:
         traceback.print_exc()  # LegEnded holds one line; the leg's log has the traceback

@@ -5,6 +5,7 @@ all other exceptions to a failure class, which decides what happens next.
 """
 
 from enum import StrEnum
+from typing import Any
 
 
 class FailureClass(StrEnum):
@@ -15,7 +16,9 @@ class FailureClass(StrEnum):
     DATA = "data"
     """The failure concerns one sample: exclude the sample and count it."""
     DETERMINISTIC = "deterministic"
-    """The same input fails in the same way again: stop and report."""
+    """The same input may fail in the same way again: stop and report if it does."""
+    MISTAKE = "mistake"
+    """The user must change something first: stop and report at once."""
 
 
 class RollError(Exception):
@@ -30,6 +33,7 @@ class UserError(RollError, ValueError):
     """Mistake of the user, refused before anything starts. The message names the config key and a fix."""
 
     exit_code = 2
+    failure = FailureClass.MISTAKE
 
 
 class ArtifactDamaged(RollError):
@@ -63,7 +67,7 @@ class RoleDied(RollError):
 
 
 class NodeUnfit(RollError):
-    """Nodes of a leg failed their health check. The next leg may get other nodes."""
+    """Nodes of a leg cannot be used. The failure counts against them, and the next leg may get others."""
 
     failure = FailureClass.TRANSIENT
 
@@ -74,6 +78,10 @@ class NodeUnfit(RollError):
 
     def __reduce__(self):
         return (type(self), (self.reasons,))
+
+
+class DeviceFault(NodeUnfit):
+    """A GPU failed in the middle of its work. The message names its node and the GPU."""
 
 
 class WrongWeights(RollError):
@@ -126,32 +134,106 @@ class RegressionFound(RollError):
 PERMANENT_OS_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 """OSError subclasses that a retry does not change."""
 
-
-COLLECTIVE_LIBRARIES = ("gloo", "NCCL")
-"""Libraries whose errors torch raises as plain RuntimeErrors."""
+# Types of torch, Ray and httpx are known by their names: the control plane does not import these libraries for a comparison.
+RAY_TASK_ERROR = "ray.exceptions.RayTaskError"
+"""Exception that Ray raises for an exception of a role. Its `cause` is that exception, and its text is a traceback."""
+RAY_ERROR = "ray.exceptions.RayError"
+CARRIERS = {RAY_ERROR, "ray.exceptions.UserCodeException", "ray.exceptions.UnserializableException"}
+"""Types that carry an exception of a role as text only, because it could not be pickled."""
+TRANSIENT_TYPES = {
+    RAY_ERROR,
+    "torch.AcceleratorError",
+    "torch.distributed.DistError",
+    "httpx.TransportError",
+    "aiohttp.client_exceptions.ClientConnectionError",
+}
+"""Types of failures of machines and networks, each with all of its subclasses."""
+HTTP_STATUS_ERROR = "httpx.HTTPStatusError"
+"""Response with an error status, also by Prefect's server (PrefectHTTPStatusError)."""
+PASSING_STATUSES = {408, 425, 429}
+"""HTTP statuses below 500 that blame the moment and not the request."""
+PASSING_MESSAGES = (
+    *("gloo", "NCCL"),  # a collective failed because a peer is dead or late
+    *("CUDA error", "CUDNN_STATUS_", "CUBLAS_STATUS_"),
+    "EADDRINUSE",  # another process took a port between its choice and its use
+    "timed out during startup",  # Ray, on a busy machine
+)
+"""Parts of messages of transient failures that are raised as plain RuntimeErrors or Exceptions."""
+PROGRAM_ERRORS = ("device-side assert", "no kernel image is available")
+"""Parts of messages of GPU errors that the program causes: the same kernel fails on every GPU."""
+DEVICE_FAULTS = (
+    "ECC error",
+    "NVLink error",
+    "hardware",
+    "an illegal memory access was encountered",
+    "an illegal instruction was encountered",
+    "unspecified launch failure",
+    "busy or unavailable",
+    "CUDA error: unknown error",
+)
+"""Parts of messages of CUDA errors that a broken GPU causes. A defect of a kernel can cause some of them, too."""
 
 
 def classify(error: BaseException) -> FailureClass:
     """Return the failure class of any exception.
 
-    A RollError carries its class. Network and disk errors are transient. Other exceptions have the class of their
-    `__cause__`, and are deterministic without one.
+    A RollError carries its class. Other exceptions are classed by their type, then by their own message, then by their
+    `__cause__`; without one they are deterministic. The text of a traceback never counts.
     """
-    match error:
-        case RollError():
-            return error.failure
-        case RuntimeError() if any(library in str(error) for library in COLLECTIVE_LIBRARIES):
-            return FailureClass.TRANSIENT  # a collective operation failed because a peer is dead or late
-        case OSError():  # refused and lost connections, timeouts, disks
-            return FailureClass.DETERMINISTIC if isinstance(error, PERMANENT_OS_ERRORS) else FailureClass.TRANSIENT
-        case _:
-            return FailureClass.DETERMINISTIC if error.__cause__ is None else classify(error.__cause__)
+    error = origin(error)
+    if isinstance(error, RollError):
+        return error.failure
+    if isinstance(error, PERMANENT_OS_ERRORS) or (isinstance(error, RuntimeError) and _mentions(error, PROGRAM_ERRORS)):
+        return FailureClass.DETERMINISTIC
+    if _is_transient_type(error) or _has_passing_message(error):
+        return FailureClass.TRANSIENT
+    return FailureClass.DETERMINISTIC if error.__cause__ is None else classify(error.__cause__)
+
+
+def origin(error: BaseException) -> BaseException:
+    """Return the exception that a role raised, without the RayTaskErrors around it; any other exception as it is."""
+    while RAY_TASK_ERROR in _type_names(error):
+        carrier: Any = error
+        error = carrier.cause
+    return error
+
+
+def is_device_fault(error: BaseException) -> bool:
+    """True for a CUDA error that a broken GPU causes, such as an uncorrectable ECC error."""
+    return isinstance(error, RuntimeError) and _mentions(error, ("CUDA error",)) and _mentions(error, DEVICE_FAULTS)
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception's message in one line: of several lines the last, which in a traceback from another process names
-    the error."""
+    """Return an exception's type and the first line of its message. For Ray's exceptions, whose messages end with the
+    traceback of another process, return the last line, which names the error there."""
+    error = origin(error)
     if isinstance(error, RollError):
         return str(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if len(lines) > 1 else ": ".join([type(error).__name__, *lines])
+    if len(lines) > 1 and RAY_ERROR in _type_names(error):
+        return lines[-1]
+    return ": ".join([type(error).__name__, *lines[:1]])
+
+
+def _is_transient_type(error: BaseException) -> bool:
+    names = _type_names(error)
+    if names[0] in CARRIERS:
+        return False
+    if HTTP_STATUS_ERROR in names:
+        answered: Any = error
+        return answered.response.status_code >= 500 or answered.response.status_code in PASSING_STATUSES
+    return isinstance(error, OSError | MemoryError) or not TRANSIENT_TYPES.isdisjoint(names)
+
+
+def _has_passing_message(error: BaseException) -> bool:
+    return (isinstance(error, RuntimeError) or type(error) is Exception) and _mentions(error, PASSING_MESSAGES)
+
+
+def _mentions(error: BaseException, parts: tuple[str, ...]) -> bool:
+    message = str(error)
+    return any(part in message for part in parts)
+
+
+def _type_names(error: BaseException) -> list[str]:
+    """Qualified names of an exception's class and its base classes. Example: ["ray.exceptions.RaySystemError", ...]"""
+    return [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]

@@ -28,8 +28,10 @@ def job_prefix(run: RunRef, purpose: str = LEG) -> str:
     return f"{run.run_id}.{digest_of(run.store_uri.encode())[:8]}.{purpose}-"
 
 
-def leg_request(run: RunRef, config: RunConfig, leg: int, exclude: tuple[str, ...] = ()) -> LegRequest:
-    """Return the resource request of a leg. `exclude` names nodes that it must not run on."""
+def leg_request(
+    run: RunRef, config: RunConfig, leg: int, exclude: tuple[str, ...] = (), avoid: tuple[str, ...] = ()
+) -> LegRequest:
+    """Return the resource request of a leg. It must not run on nodes of `exclude`, and should not on those of `avoid`."""
     cluster = config.cluster
     return LegRequest(
         name=f"{job_prefix(run)}{leg}",
@@ -39,6 +41,7 @@ def leg_request(run: RunRef, config: RunConfig, leg: int, exclude: tuple[str, ..
         gpus_per_node=cluster.devices_per_node if cluster.device is DeviceKind.CUDA else 0,
         time_limit_minutes=config.legs.time_limit_minutes,
         exclude=exclude,
+        avoid=avoid,
     )
 
 

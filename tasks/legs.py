@@ -5,6 +5,7 @@ Used by the flows and by `roll leg`. Only this file and `leg_requests.py` know t
 
 import contextlib
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -21,9 +22,19 @@ from infra.slurm.node import NodeShape, run_head, run_worker
 from infra.slurm.queue import STILL_RUNNING, SlurmUnavailable
 from roll_core.config.operations import legs as launchers
 from roll_core.config.run import RunConfig
-from roll_core.errors import FailureClass, IterationTaken, NodeUnfit, StoreUnavailable, UserError, classify, one_line
+from roll_core.errors import (
+    DeviceFault,
+    FailureClass,
+    IterationTaken,
+    NodeUnfit,
+    RollError,
+    UserError,
+    classify,
+    one_line,
+    origin,
+)
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.records.nodes import NodeFailure, excluded_nodes, record_failure
+from roll_core.store.records.nodes import excluded_nodes
 from roll_core.store.records.runs import read_chain, read_config, store_of
 from roll_core.tracking.spool import RunStatus
 from roll_core.tracking.tracker import Tracker
@@ -31,8 +42,10 @@ from roll_core.types.leg import LegAllocation, LegEnded, LegEnding
 from roll_core.types.refs import RunRef
 from tasks.durability import state_changing
 from tasks.leg_requests import ELASTIC, LEG, job_prefix, leg_request
-from tasks.progress import SHORT_RETRY_SECONDS, ManifestWatch
-from tasks.services import run_dir
+from tasks.progress import ManifestWatch
+from tasks.services import SHORT_RETRY_SECONDS, record_node_failures, run_dir
+
+log = logging.getLogger(__name__)
 
 CANCEL_S = 90.0
 """Seconds to wait for a cancelled job to end. By default SLURM kills it after half a minute."""
@@ -50,14 +63,17 @@ ContextFor = Callable[[RunConfig], dict[str, Any] | None]
 
 
 @state_changing("leg {leg}")
-def run_leg(run: RunRef, leg: int, function: LegEntryPoint, context_for: ContextFor) -> LegEnded:
-    """Launch a leg and wait for its end; adopt the leg's job if a flow that was killed has submitted it already.
+def run_leg(
+    run: RunRef, leg: int, function: LegEntryPoint, context_for: ContextFor, avoid: tuple[str, ...] = ()
+) -> LegEnded:
+    """Launch a leg and wait for its end; adopt the leg's job if a flow that was killed has submitted it already. The leg
+    runs on other nodes than those to `avoid`, if there are enough.
 
     A leg that dies also yields a LegEnded. If this task is interrupted or cancelled, the leg's job is cancelled.
     """
     config = read_config(run)
     store, launcher = store_of(run), build_launcher(config)
-    request = leg_request(run, config, leg, excluded_nodes(store, config.nodes, datetime.now(UTC)))
+    request = leg_request(run, config, leg, excluded_nodes(store, config.nodes, datetime.now(UTC)), avoid)
     watch = ManifestWatch(run, next_iteration=len(read_chain(store, run.run_id)))
     orphan_id = launcher.find(request.name).get(request.name)
     if orphan_id is None:
@@ -73,10 +89,8 @@ def run_leg(run: RunRef, leg: int, function: LegEntryPoint, context_for: Context
         raise
     end = job.end()
     for each in [end, *(elastic.ended if elastic is not None else ())]:
-        for node in each.lost_nodes:
-            at = datetime.now(UTC)
-            record_failure(store, NodeFailure(node=node, reason=each.cause, run_id=run.run_id, leg=leg, at=at))
-    return read_ending(end, run, leg).model_copy(update={"log": str(job.log)})
+        record_node_failures(run, leg, dict.fromkeys(each.lost_nodes, each.cause))
+    return read_ending(end, run, leg).model_copy(update={"log": str(job.log), "nodes": end.nodes})
 
 
 def build_launcher(config: RunConfig) -> Launcher:
@@ -207,24 +221,27 @@ def _cancel(*jobs: LegJob) -> None:
 
 def leg_failed(run: RunRef, leg: int, error: Exception) -> LegEnded:
     """Return the LegEnded of a leg that an exception ended."""
-    match error:
+    raised = origin(error)
+    match raised:
         case IterationTaken():
             ending = LegEnding.FENCED
-        case NodeUnfit():
+        case NodeUnfit() if not isinstance(raised, DeviceFault):  # a defect of a kernel, too, can look like a broken GPU
             ending = LegEnding.NODE_FAIL
         case _:
             ending = LegEnding.FAILED
-    return _ended_early(run, leg, ending, one_line(error), classify(error))
+    ended = _ended_early(run, leg, ending, one_line(error), classify(error))
+    return ended.model_copy(update={"lost_nodes": tuple(raised.reasons) if isinstance(raised, NodeUnfit) else ()})
 
 
 def _last_iteration(run: RunRef) -> int | None:
-    """Number of the last committed iteration, -1 for none; None if the store is down.
+    """Number of the last committed iteration, -1 for none; None if the store is down or a manifest is damaged.
 
     The store is retried only briefly: its outage may be why the leg ended, and then the leg has already waited for it.
     """
     try:
         chain = read_chain(ObjectStore(run.store_uri, SHORT_RETRY_SECONDS), run.run_id)
-    except StoreUnavailable:
+    except RollError as error:
+        log.warning("the manifests of %s cannot be read: %s", run.run_id, one_line(error))
         return None
     return chain[-1].iteration if chain else -1
 

@@ -8,14 +8,13 @@ import logging
 
 from prefect import get_run_logger
 
+from roll_core.errors import ArtifactDamaged
 from roll_core.reporting.stage_log import PROGRESS_LOGGER
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.runs import read_manifest
 from roll_core.types.manifest import Manifest
 from roll_core.types.refs import RunRef
-
-SHORT_RETRY_SECONDS = 2.0
-"""Seconds that a poll retries a store that is down. The next poll tries again, and a leg's end must not go unnoticed."""
+from tasks.services import SHORT_RETRY_SECONDS
 
 
 def announce_run(run: RunRef) -> None:
@@ -33,8 +32,9 @@ class ManifestWatch:
         self._next = next_iteration
 
     def poll(self) -> None:
-        """Announce the manifests committed since the last poll. If the store is down, the next poll announces them."""
-        with contextlib.suppress(OSError):
+        """Announce the manifests committed since the last poll. If the store is down or the next manifest is damaged, later
+        polls try again: the leg itself must not end with its announcements."""
+        with contextlib.suppress(OSError, ArtifactDamaged):
             while (manifest := read_manifest(self._store, self._run.run_id, self._next)) is not None:
                 self._announce(manifest)
                 self._next += 1

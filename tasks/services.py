@@ -4,16 +4,17 @@
 """
 
 import contextlib
-import fcntl
+import logging
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_core.config.run import RunConfig
-from roll_core.errors import IterationTaken, NodeUnfit
+from roll_core.errors import IterationTaken, NodeUnfit, RollError, one_line
+from roll_core.host import try_lock
 from roll_core.provenance import library_versions, machine_kind
 from roll_core.reporting.goodput import START
 from roll_core.reporting.stage_log import StageLog
@@ -30,8 +31,12 @@ if TYPE_CHECKING:
 
 RAY_STAGE = "ray"
 """Stage, within the start of a leg, that waits for the Ray head."""
+SHORT_RETRY_SECONDS = 2.0
+"""Seconds for which requests are retried whose answer can wait or is not needed, if the store is down."""
 LEASE_WAIT_S = 30.0
 """Seconds that a new leg waits for the previous leg on this machine to end."""
+
+log = logging.getLogger(__name__)
 
 
 class Services:
@@ -70,9 +75,14 @@ def open_services(run: RunRef, leg: int, allocation: LegAllocation) -> Iterator[
     leg_dir = run_dir(run, config) / f"leg-{leg}"
     leg_dir.mkdir(parents=True, exist_ok=True)
     stage_log, leg_time = StageLog(leg_dir), LegTime(allocation.ends_at)
-    with _lease(run, config), tracking(run, config) as tracker, contextlib.ExitStack() as stack:
+    with (
+        _lease(run, config),
+        tracking(run, config) as tracker,
+        _recording_unfit_nodes(run, leg),
+        contextlib.ExitStack() as stack,
+    ):
         _clear_scratch(run_dir(run, config))
-        with stage_log.stage(START), _recording_unfit_nodes(run, leg):
+        with stage_log.stage(START):
             fleet = stack.enter_context(Fleet(run, config, leg_dir, _ray_address(allocation, stage_log)))
         stack.enter_context(leg_time.handling_signals())
         tracker.set_tags({"roll.leg": str(leg), MACHINE_TAG: machine_kind(), VERSIONS_TAG: library_versions()})
@@ -93,10 +103,20 @@ def _recording_unfit_nodes(run: RunRef, leg: int) -> Iterator[None]:
     try:
         yield
     except NodeUnfit as error:
-        for node, reason in error.reasons.items():
-            failure = NodeFailure(node=node, reason=reason, run_id=run.run_id, leg=leg, at=datetime.now(UTC))
-            record_failure(store_of(run), failure)
+        record_node_failures(run, leg, error.reasons)
         raise
+
+
+def record_node_failures(run: RunRef, leg: int, reasons: Mapping[str, str]) -> None:
+    """Record failures of nodes, with a reason for each, if the store can be reached. It is retried only briefly: the leg may
+    have ended because of it, and a record of a failure must not become one."""
+    store = ObjectStore(run.store_uri, SHORT_RETRY_SECONDS)
+    for node, reason in reasons.items():
+        failure = NodeFailure(node=node, reason=reason, run_id=run.run_id, leg=leg, at=datetime.now(UTC))
+        try:
+            record_failure(store, failure)
+        except (RollError, OSError) as error:
+            log.warning("a failure of node %s (%s) is not recorded: %s", node, reason, one_line(error))
 
 
 def _clear_scratch(folder: Path) -> None:
@@ -127,18 +147,14 @@ def _lease(run: RunRef, config: RunConfig) -> Iterator[None]:
     """Hold the lease on a run during the block: a file lock that admits one live leg per run and machine.
 
     The kernel releases the lock when its holder dies, so the lease is never stale. Legs on different machines are fenced by
-    the commit itself; the lease only makes a clash visible early.
+    the commit itself; the lease only makes a clash visible early, and is skipped on a file system without locks.
     """
     with open(run_dir(run, config) / "lease", "w") as lease:
         ends_at = time.monotonic() + LEASE_WAIT_S
-        while True:
-            try:
-                fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > ends_at:
-                    raise IterationTaken(
-                        f"another leg of {run.run_id} is alive on this machine: wait for it, or stop it, then resume"
-                    ) from None
-                time.sleep(0.2)
+        while not try_lock(lease):
+            if time.monotonic() > ends_at:
+                raise IterationTaken(
+                    f"another leg of {run.run_id} is alive on this machine: wait for it, or stop it, then resume"
+                )
+            time.sleep(0.2)
         yield

@@ -38,6 +38,12 @@ class Fault(StrEnum):
     """Return S3's SlowDown (503)."""
     EXPIRED_TOKEN = "expired_token"
     """Return S3's ExpiredToken (400)."""
+    ACCESS_DENIED = "access_denied"
+    """Return S3's AccessDenied (403)."""
+    TIME_SKEWED = "time_skewed"
+    """Return S3's RequestTimeTooSkewed (403)."""
+    NO_BUCKET = "no_bucket"
+    """Return S3's NoSuchBucket (404)."""
     ACCEPT_ANYWAY = "accept_anyway"
     """Return 200 for a refused conditional write (412), as a server does that ignores the condition."""
 
@@ -46,6 +52,9 @@ ERRORS = {
     Fault.ERROR_500: (500, "InternalError"),
     Fault.SLOW_DOWN: (503, "SlowDown"),
     Fault.EXPIRED_TOKEN: (400, "ExpiredToken"),
+    Fault.ACCESS_DENIED: (403, "AccessDenied"),
+    Fault.TIME_SKEWED: (403, "RequestTimeTooSkewed"),
+    Fault.NO_BUCKET: (404, "NoSuchBucket"),
 }
 """Status and S3 error code of faults that are error responses."""
 
@@ -108,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
                 proxy.closed.wait()
                 self._disconnect()
                 return
-            case Fault.ERROR_500 | Fault.SLOW_DOWN | Fault.EXPIRED_TOKEN:
+            case fault if fault in ERRORS:
                 self._return_error(*ERRORS[fault])
                 return
             case Fault.SLOW:

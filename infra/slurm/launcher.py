@@ -33,6 +33,8 @@ class LegRequest:
     time_limit_minutes: int
     exclude: tuple[str, ...] = ()
     """Names of nodes that the job must not run on."""
+    avoid: tuple[str, ...] = ()
+    """Nodes that the job should not run on if there are enough others, in SLURM's notation."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class JobEnd:
     """Explanation for a person, in one sentence."""
     lost_nodes: tuple[str, ...] = ()
     """Names of nodes that failed."""
+    nodes: str = ""
+    """Nodes that the job ran on, in SLURM's notation; empty if they are unknown, and for a local job."""
 
 
 class LegJob(Protocol):

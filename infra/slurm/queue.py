@@ -9,10 +9,11 @@ import re
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from roll_core.errors import RollError
+from roll_core.errors import FailureClass, RollError
 from roll_core.types.leg import LegEnding
 
 COMMAND_TIMEOUT_S = 30.0
@@ -33,6 +34,8 @@ ENDED: dict[str, LegEnding | None] = {
 
 class SlurmUnavailable(RollError):
     """SLURM's controller did not reply in time, or refused the command."""
+
+    failure = FailureClass.TRANSIENT
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,20 @@ def find_jobs(prefix: str) -> dict[str, str]:
     lines = _run_command("squeue", "--me", "--noheader", "--sort=i", "--format=%i %j").splitlines()
     id_of = {name: job_id for job_id, _, name in (line.partition(" ") for line in lines)}
     return {name: job_id for name, job_id in id_of.items() if name.startswith(prefix)}
+
+
+USABLE_STATES = "idle,mixed,allocated,completing"
+"""States of nodes, in SLURM's words, that have a job or can get one."""
+
+
+def num_other_nodes(partition: str | None, excluded: Sequence[str]) -> int:
+    """Number of usable nodes of a partition, or of the default partition, besides those excluded (in SLURM's notation)."""
+    options = ["--partition", partition] if partition else []
+    lines = _run_command(
+        "sinfo", "--noheader", "--Node", f"--states={USABLE_STATES}", "--format=%N %P", *options
+    ).splitlines()
+    found = {node for node, name in (line.split() for line in lines) if partition or name.endswith("*")}  # * is the default
+    return len(found - set(_run_command("scontrol", "show", "hostnames", ",".join(excluded)).split()))
 
 
 def cancel_job(job_id: str) -> None:

@@ -9,6 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from infra.slurm.node import NodeReport, NodeShape, join_legs, run_node
 from roll_core.config.operations.legs import SlurmLauncherConfig
 from roll_core.types.leg import LegEnding
 
+NARROWING_OPTIONS = {"clusters", "constraint", "nodefile", "nodelist", "reservation"}
+"""sbatch options after which not every node of the partition will do."""
+
 
 class SlurmLauncher:
     """Launcher that submits legs as SLURM jobs."""
@@ -32,7 +36,19 @@ class SlurmLauncher:
         self._config = config
 
     def submit(self, request: LegRequest, leg: LegFunction) -> "SlurmLegJob":
+        request = replace(request, exclude=self._excluded(request))
         return self._submit(request, run_node, cloudpickle.dumps(leg), node_shape(self._config, request), request.folder)
+
+    def _excluded(self, request: LegRequest) -> tuple[str, ...]:
+        """Nodes that a leg excludes: those it must not have, and those to avoid if the partition has enough others."""
+        if not request.avoid or not NARROWING_OPTIONS.isdisjoint(self._config.options):
+            return request.exclude
+        excluded = (*request.exclude, *request.avoid)
+        try:
+            has_enough = queue.num_other_nodes(self._config.partition, excluded) >= request.nodes
+        except queue.SlurmUnavailable:
+            has_enough = False
+        return excluded if has_enough else request.exclude
 
     def submit_elastic(self, request: LegRequest, run_folder: Path) -> "SlurmLegJob":
         """Submit an elastic job: one additional node that joins whichever leg of the run is running."""
@@ -110,11 +126,13 @@ def read_end(state: queue.JobState, outcome: NodeReport | str | None) -> JobEnd:
                 ending = LegEnding.NODE_FAIL
             if ending is None and outcome.signalled and outcome.result is None:
                 ending = LegEnding.PREEMPTED
-            return JobEnd(ending, outcome.result, "; ".join(filter(None, [outcome.cause, slurm_says])), lost_nodes)
+            cause = "; ".join(filter(None, [outcome.cause, slurm_says]))
+            return JobEnd(ending, outcome.result, cause, lost_nodes, state.nodes)
         case str():
-            return JobEnd(ending, None, f"the leg's job failed ({last_line(outcome)}); {slurm_says}", state.lost_nodes)
+            cause = f"the leg's job failed ({last_line(outcome)}); {slurm_says}"
+            return JobEnd(ending, None, cause, state.lost_nodes, state.nodes)
         case None:
-            return JobEnd(ending, None, f"the leg's job left no answer; {slurm_says}", state.lost_nodes)
+            return JobEnd(ending, None, f"the leg's job left no answer; {slurm_says}", state.lost_nodes, state.nodes)
 
 
 def node_shape(config: SlurmLauncherConfig, request: LegRequest) -> NodeShape:

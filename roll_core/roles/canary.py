@@ -5,9 +5,7 @@ The fleet calls `check_nodes` once Ray is up. A single CPU node only has its fol
 runs a Ray task.
 """
 
-import os
 import shutil
-import socket
 import tempfile
 import time
 import uuid
@@ -22,6 +20,7 @@ from roll_core.config.operations.legs import NodesConfig
 from roll_core.config.operations.placement import ClusterConfig, DeviceKind
 from roll_core.errors import NodeUnfit, one_line
 from roll_core.host import ANY_ADDRESS, free_port
+from roll_core.roles.process import node_name
 from roll_core.roles.ray_cluster import leg_nodes
 
 GIGABYTE = 1e9
@@ -75,11 +74,6 @@ def check_nodes(cluster: ClusterConfig, nodes: NodesConfig, work_dir: Path) -> N
             )
     if unfit:
         raise NodeUnfit({node: "; ".join(faults) for node, faults in sorted(unfit.items())})
-
-
-def node_name() -> str:
-    """Name of this node as the launcher knows it, which is not always the host name."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def ask_nodes(request: CanaryRequest, nodes: NodesConfig) -> tuple[dict[str, list[str]], list[CollectiveMember]]:

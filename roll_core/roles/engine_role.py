@@ -13,7 +13,7 @@ from roll_core.config.run import RunConfig
 from roll_core.errors import EngineDied
 from roll_core.inference.completions import as_they_finish
 from roll_core.inference.requests import Completion, GenerationRequest
-from roll_core.roles.process import freeze_garbage_collector
+from roll_core.roles.process import freeze_garbage_collector, naming_device
 from roll_core.roles.ray_weights import RayWeights
 from roll_core.store.object_store import ObjectStore
 from roll_core.types.refs import WeightsRef
@@ -41,7 +41,8 @@ class EngineRole:
 
     async def start(self) -> None:
         """Build the engine and load its model."""
-        self._engine = _build_engine(self._config)
+        with naming_device():
+            self._engine = _build_engine(self._config)
         freeze_garbage_collector()
 
     @cached_property
@@ -126,9 +127,11 @@ class EngineRole:
 
 @contextmanager
 def _ending_with_engine() -> Iterator[None]:
-    """End this process if the engine dies: callers notice a dead role, and the fleet replaces it."""
+    """End this process if the engine dies: callers notice a dead role, and the fleet replaces it. A broken GPU is named
+    instead, since a successor would get the same one."""
     try:
-        yield
+        with naming_device():
+            yield
     except EngineDied:
         log.exception("this engine is of no use any more")
         os._exit(1)

@@ -54,7 +54,8 @@ class RewardRole:
             return score
         except Exception as error:  # the boundary to user code: its exceptions must not fail other items
             cause = f"{type(error).__name__}: {error}"
-            if classify(error) is not FailureClass.TRANSIENT:
+            # Grading that runs out of memory is the fault of what it grades: the next item gets the memory back.
+            if isinstance(error, MemoryError) or classify(error) is not FailureClass.TRANSIENT:
                 return Failure(stage="grade", cause=cause)
             attempts = self._retries.repeats + 1
             return RewardUnavailable(f"reward '{self._name}' was unavailable {attempts} times in a row (last: {cause})")

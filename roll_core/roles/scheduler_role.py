@@ -43,6 +43,10 @@ class RemoteEngine:
         try:
             async for finished in self.actor.generate.options(num_returns="streaming").remote(requests):
                 yield await finished
+        except ray.exceptions.ActorUnavailableError:
+            # Its requests go to other engines. Only a successor gets new ones, so an engine that came back would stay idle.
+            self.kill()
+            raise RoleDied(f"{self.name} could not be reached while generating") from None
         except LOST_ROLE_ERRORS:
             raise RoleDied(f"{self.name} died while generating") from None
 

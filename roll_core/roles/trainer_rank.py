@@ -18,7 +18,7 @@ from roll_core.config.run import RunConfig
 from roll_core.data.ledger import resolve_draws
 from roll_core.errors import RollError
 from roll_core.host import ANY_ADDRESS, free_port
-from roll_core.roles.process import freeze_garbage_collector
+from roll_core.roles.process import freeze_garbage_collector, names_device
 from roll_core.roles.ray_weights import RayWeights
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.checkpoints import checkpoints_of, download_files, upload_files
@@ -45,6 +45,7 @@ RESULTS_KEPT = 16
 """Results kept for repeated requests. A request is repeated, if at all, before the next iteration; 16 covers several."""
 
 
+@names_device
 class TrainerRank:
     """Ray actor of one trainer rank.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from roll_core.errors import DeadlineExceeded, RoleDied, RollError
+from roll_core.errors import DeadlineExceeded, RoleDied, RollError, origin
 
 LOST_ROLE_ERRORS = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError)
 """Errors that Ray raises when the called process, or the process that held a result, is gone."""
@@ -53,10 +53,13 @@ def _result(ref: ray.ObjectRef, name: str, stage: str) -> Any:
         return ray.get(ref)
     except ray.exceptions.RayTaskError as error:
         # Caught first: an error raised by a method is also an instance of its cause's class.
-        if isinstance(error.cause, RollError):
-            raise error.cause from None
-        if isinstance(error.cause, LOST_ROLE_ERRORS):
+        cause = origin(error)
+        if isinstance(cause, RollError):
+            raise cause from None
+        if isinstance(cause, LOST_ROLE_ERRORS):
             raise RoleDied(f"{name} lost the role it was working with during {stage}") from None
         raise
+    except ray.exceptions.ActorUnavailableError:
+        raise RoleDied(f"{name} could not be reached during {stage}") from None
     except LOST_ROLE_ERRORS:
         raise RoleDied(f"{name} died during {stage}") from None

@@ -33,6 +33,8 @@ MAX_CONCURRENT_CALLS = 1000
 """Calls that one asynchronous role may have in progress; far above what a stage issues."""
 OFF_DEVICE: dict[str, Any] = {"num_cpus": 0, "max_concurrency": MAX_CONCURRENT_CALLS, "resources": {LEG_RESOURCE: 0.001}}
 """Ray options of a role without a device: no CPU is reserved, and its node is not an elastic one."""
+CALL_RETRIES = 3
+"""Times that Ray repeats a call to a reward worker that it could not reach for a moment. Grading twice does no harm."""
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +66,7 @@ class WorkerPool:
         self._on_trainer_devices = list(self._colocated_rank)
         self._engine_names = list(self._factories)
         for number in range(config.placement.reward_workers):
-            options = OFF_DEVICE | {"scheduling_strategy": "SPREAD"}
+            options = OFF_DEVICE | {"scheduling_strategy": "SPREAD", "max_task_retries": CALL_RETRIES}
             self._factories[f"reward worker {number}"] = partial(ray.remote(RewardRole).options(**options).remote, config)
         self._elastic = ElasticEngines(
             lambda node: ray.remote(EngineRole).options(**self._options_on(node, devices.kind)).remote(config, store_uri),

@@ -5,7 +5,6 @@ until the leg's drain deadline. Events left after that wait in the spool for the
 """
 
 import argparse
-import fcntl
 import logging
 import os
 import signal
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from roll_core.host import try_lock
 from roll_core.tracking.spool import (
     ArtifactLogged,
     MetricsLogged,
@@ -167,7 +167,7 @@ def _batches(events: Sequence[SpooledEvent]) -> list[list[SpooledEvent]]:
 def follow(spool: Spool, deadline: UploadDeadline) -> int:
     """Upload events as they are logged, until the deadline. Returns the exit code: 0 if nothing is left, else 1."""
     with spool.lock_file.open("ab") as lock:
-        while not _try_lock(lock.fileno()):
+        while not try_lock(lock):
             if deadline.is_over():
                 return 1
             deadline.wait(_POLL_SECONDS)
@@ -203,7 +203,7 @@ def upload_once(spool: Spool) -> int:
         _LOGGER.error("SPOOL_DIR: there is no folder %s", spool.folder)
         return 1
     with spool.lock_file.open("ab") as lock:
-        if not _try_lock(lock.fileno()):
+        if not try_lock(lock):
             _LOGGER.error("another uploader is at work in %s; it will upload what is there", spool.folder)
             return 1
         upload = Upload(spool)
@@ -214,14 +214,6 @@ def upload_once(spool: Spool) -> int:
             _LOGGER.error("%d events are left in %s: %s", spool.count_left(), spool.folder, _abbreviated(error))
             return 1
     return 0
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _abbreviated(error: Exception) -> str:

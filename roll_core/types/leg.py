@@ -49,6 +49,8 @@ class LegEnded(Record):
     """Path of the leg's log."""
     lost_nodes: tuple[str, ...] = ()
     """Names of nodes that failed, as far as they are known."""
+    nodes: str = ""
+    """Nodes that the leg ran on, in SLURM's notation (n[1-2]); empty for a local leg, or if SLURM has forgotten them."""
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,32 @@ def test_a_bucket_that_does_not_exist_is_named(s3_server, act):
         store.put(b"hello", KIND)
 
 
+@pytest.mark.parametrize("fault", [Fault.ACCESS_DENIED, Fault.TIME_SKEWED, Fault.NO_BUCKET])
+def test_a_store_that_has_worked_before_may_refuse_requests_for_a_while(store, proxy, fault):
+    ref = store.put(b"hello", KIND)
+    assert store.get(ref) == b"hello"
+    proxy.next_faults = [fault, fault]
+    assert store.put(b"again", KIND) != ref
+    proxy.next_faults = [fault]
+    assert ObjectStore(store.uri, retry_seconds=20).get(ref) == b"hello", "another object of the same store in this process"
+
+
+def test_a_store_that_keeps_refusing_is_reported_as_one_that_refuses(store, proxy):
+    store.put(b"hello", KIND)
+    proxy.fault_of = lambda method, path: Fault.ACCESS_DENIED
+    with pytest.raises(StoreRefused, match="store.uri: .* refuses the request .AccessDenied.*: check the credentials"):
+        ObjectStore(store.uri, retry_seconds=5).put(b"again", KIND)
+
+
+def test_a_right_that_was_never_granted_is_refused_at_once(store, proxy):
+    list(store.list("runs"))
+    proxy.fault_of = lambda method, path: Fault.ACCESS_DENIED if method == "PUT" else None
+    before = len(proxy.requests)
+    with pytest.raises(StoreRefused, match="check the credentials"):
+        store.put(b"hello", KIND)
+    assert [method for method, _, _ in proxy.requests[before:]].count("PUT") == 1, "asked once"
+
+
 def test_an_endpoint_without_a_server_is_reported_before_a_run_starts(s3_server, monkeypatch):
     use_server(monkeypatch, {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"})
     with pytest.raises(UserError, match="store.uri: .* did not answer .*Could not connect to the endpoint URL"):

@@ -17,6 +17,7 @@ from roll_core.config.run import RunConfig
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.roles import fleet, worker_pool
 from roll_core.roles.engine_role import EngineRole
+from roll_core.roles.process import names_device
 from roll_core.roles.rehearsal_rank import RehearsalRank
 from roll_core.roles.reward_role import RewardRole
 from roll_core.types.leg import LegAllocation, LegEnded
@@ -101,6 +102,16 @@ class FailingTrainer(RehearsalRank):
     def update(self, collected: Collected, trajectories: list[Trajectory] | None) -> Updated:
         if collected.request.iteration == 2:
             raise ValueError("loss is not finite")
+        return super().update(collected, trajectories)
+
+
+@names_device
+class BrokenGpuTrainer(RehearsalRank):
+    """Rehearsing trainer rank whose update of iteration 2 fails like one on a broken GPU."""
+
+    def update(self, collected: Collected, trajectories: list[Trajectory] | None) -> Updated:
+        if collected.request.iteration == 2:
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
         return super().update(collected, trajectories)
 
 

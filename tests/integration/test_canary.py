@@ -12,7 +12,8 @@ from ray.cluster_utils import Cluster
 from roll_core.config.operations.legs import NodesConfig
 from roll_core.config.operations.placement import ClusterConfig
 from roll_core.errors import NodeUnfit
-from roll_core.roles.canary import CanaryRequest, ask_nodes, check_nodes, node_name, try_all_reduce
+from roll_core.roles.canary import CanaryRequest, ask_nodes, check_nodes, try_all_reduce
+from roll_core.roles.process import node_name
 from roll_core.store.records.nodes import read_failures
 from roll_core.types.leg import LegEnding
 from tests.integration.conftest import REHEARSED, Workspace

@@ -1,6 +1,7 @@
 """Failures by class, in real runs: a dead role is replaced, nothing finished is generated twice, and a deterministic failure
 stops the run with its cause."""
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -8,9 +9,12 @@ import pytest
 
 from flows.rlvr import reason_to_stop
 from roll_core.config.operations.legs import LegsConfig
+from roll_core.errors import FailureClass
+from roll_core.roles.process import node_name
+from roll_core.store.records.nodes import read_failures
 from roll_core.types.leg import LegEnding
 from tests.integration.conftest import REHEARSED, Workspace
-from tests.integration.faulty_roles import AbsentReward, DyingEngine, FailingTrainer, RecordingEngine, use
+from tests.integration.faulty_roles import AbsentReward, BrokenGpuTrainer, DyingEngine, FailingTrainer, RecordingEngine, use
 
 TWO_ENGINES = (
     *REHEARSED,
@@ -69,3 +73,14 @@ def test_an_update_that_fails_twice_in_the_same_way_stops_the_run_and_its_rollou
     seeds = workspace.seeds_generated()
     assert len(seeds) == len(set(seeds)) == 3 * 16
     assert Path(workspace.folder / "roll-data/work/tiny-1/leg-3").exists()
+
+
+def test_a_gpu_that_breaks_during_an_update_is_named_and_counts_against_its_node(workspace):
+    run = workspace.open(*REHEARSED)
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, BrokenGpuTrainer)
+        ended = workspace.run_leg(run)
+    assert (ended.ending, ended.failure, ended.lost_nodes) == (LegEnding.FAILED, FailureClass.TRANSIENT, (node_name(),))
+    assert re.fullmatch(f"node {node_name()}: GPU .* failed .*uncorrectable ECC error encountered.", ended.cause)
+    [failure] = read_failures(workspace.store)[node_name()]
+    assert (failure.run_id, failure.leg) == (run.run_id, 1)

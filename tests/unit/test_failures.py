@@ -1,10 +1,16 @@
 """Failures: their classes, the backoff before a retry, and whether another leg follows."""
 
+import errno
 from types import SimpleNamespace
 
+import httpx
+import prefect.exceptions
 import pytest
+import ray.exceptions
+import torch
 
 from flows.rlvr import reason_to_stop
+from infra.slurm.queue import SlurmUnavailable
 from roll_core.config.operations.legs import LegsConfig
 from roll_core.config.operations.services import RetriesConfig
 from roll_core.errors import (
@@ -36,6 +42,25 @@ def with_cause(error: Exception, cause: Exception) -> Exception:
     return error
 
 
+def in_role(error: Exception, traceback: str = "Traceback (most recent call last):") -> Exception:
+    """Exception of a role, as Ray raises it in the driver: its text is a whole traceback."""
+    text = f"{traceback}\n{type(error).__name__}: {error}"
+    return ray.exceptions.RayTaskError("update", text, error).as_instanceof_cause()
+
+
+def http_error(kind: type[httpx.HTTPStatusError], status: int) -> httpx.HTTPStatusError:
+    request = httpx.Request("POST", "http://localhost:4200/api/flow_runs/")
+    return kind(f"Server error '{status}'", request=request, response=httpx.Response(status, request=request))
+
+
+ECC = (
+    "CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be asynchronously reported at some other call"
+)
+PORT_TAKEN = (
+    "The server socket has failed to listen. port: 41234, code: -98, name: EADDRINUSE, message: address already in use"
+)
+
+
 # -------------------------------------------------------------------------------------------------- classes
 @pytest.mark.parametrize(
     "error",
@@ -49,8 +74,27 @@ def with_cause(error: Exception, cause: Exception) -> Exception:
         TimeoutError(),
         with_cause(RuntimeError("request failed"), ConnectionResetError()),
         RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
+        MemoryError(),
+        OSError(errno.EADDRINUSE, "Address already in use"),
+        torch.AcceleratorError(ECC),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+        in_role(torch.AcceleratorError(ECC)),
+        torch.distributed.DistBackendError("a peer is gone"),
+        torch.distributed.DistNetworkError(PORT_TAKEN),
+        torch.distributed.DistStoreError("wait timeout after 300000ms"),
+        RuntimeError(PORT_TAKEN),
+        ray.exceptions.RaySystemError("the object store is full"),
+        ray.exceptions.NodeDiedError("n3"),
+        ray.exceptions.ActorUnavailableError("a network blink", None),
+        in_role(ray.exceptions.ObjectLostError("f" * 56, None, "")),
+        Exception("The current node timed out during startup. This could happen because of a busy machine."),
+        http_error(prefect.exceptions.PrefectHTTPStatusError, 503),
+        http_error(httpx.HTTPStatusError, 429),
+        httpx.ReadError("closed"),
+        SlurmUnavailable("squeue: Unable to contact slurm controller"),
     ],
-    ids=repr,
+    ids=lambda error: repr(error)[:60],
 )
 def test_failures_that_can_pass_by_themselves_are_transient(error):
     assert classify(error) is FailureClass.TRANSIENT
@@ -63,18 +107,44 @@ def test_failures_that_can_pass_by_themselves_are_transient(error):
         AssertionError(),
         ArtifactDamaged("cut"),
         StoreRefused("no such bucket"),
-        UserError("key"),
         IterationTaken("4"),
         RollError("every trajectory failed"),
         FileNotFoundError("model"),
         PermissionError(),
         with_cause(ValueError("bad"), KeyError("x")),
-        with_cause(UserError("no such file"), TimeoutError()),
+        torch.AcceleratorError("CUDA error: device-side assert triggered"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        http_error(prefect.exceptions.PrefectHTTPStatusError, 404),
+        ValueError("backend must be gloo or NCCL"),
     ],
     ids=repr,
 )
 def test_failures_that_repeat_on_the_same_input_are_deterministic(error):
     assert classify(error) is FailureClass.DETERMINISTIC
+
+
+@pytest.mark.parametrize("error", [RuntimeError("loss is not finite"), KeyError("x")])
+def test_the_text_of_a_traceback_does_not_make_a_failure_transient(error):
+    shown = in_role(
+        error, "Traceback:\n  File 'x', in start\n    init_process_group('cpu:gloo,cuda:nccl')  # NCCL, CUDA error"
+    )
+    assert "gloo" in str(shown)
+    assert classify(shown) is FailureClass.DETERMINISTIC
+
+
+def test_an_exception_that_could_not_be_pickled_has_no_class_by_its_carrier():
+    class Unpicklable(Exception):
+        def __reduce__(self):
+            raise TypeError("cannot be pickled")
+
+    shown = ray.exceptions.RayTaskError("update", "Traceback:\n gloo\nUnpicklable: nan", Unpicklable("nan"))
+    assert classify(shown) is FailureClass.DETERMINISTIC
+    assert one_line(shown) == "Unpicklable: nan"
+
+
+def test_a_mistake_of_the_user_is_one_whatever_its_cause_and_wherever_it_is_found():
+    assert classify(with_cause(UserError("no such file"), TimeoutError())) is FailureClass.MISTAKE
+    assert classify(in_role(UserError("model: no such position"))) is FailureClass.MISTAKE
 
 
 def test_a_reward_error_is_a_data_failure_whatever_its_cause():
@@ -85,7 +155,9 @@ def test_a_reward_error_is_a_data_failure_whatever_its_cause():
     ("error", "line"),
     [
         (ValueError("nan in step 3"), "ValueError: nan in step 3"),
-        (ValueError("ray::update() (pid=7)\n  File x\nValueError: nan in step 3\n"), "ValueError: nan in step 3"),
+        (in_role(ValueError("nan in step 3")), "ValueError: nan in step 3"),
+        (in_role(RoleDied("engine 0 died")), "engine 0 died"),
+        (torch.AcceleratorError(ECC), "AcceleratorError: CUDA error: uncorrectable ECC error encountered"),
         (AssertionError(), "AssertionError"),
         (RoleDied("engine 0 died"), "engine 0 died"),
     ],

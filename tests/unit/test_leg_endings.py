@@ -1,22 +1,28 @@
 """Endings of legs: how they are read, whether another leg follows, and when a leg stops by itself."""
 
+import errno
+import fcntl
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
-from flows.rlvr import reason_to_stop
-from infra.slurm.launcher import JobEnd
+from flows.rlvr import nodes_to_avoid, reason_to_stop
+from infra.slurm.launcher import JobEnd, LegRequest
 from infra.slurm.node import NodeReport
 from infra.slurm.queue import FORGOTTEN, JobState
-from infra.slurm.slurm import read_end
+from infra.slurm.slurm import SlurmLauncher, read_end
 from roll_core.config.operations.legs import LegsConfig, SlurmLauncherConfig
-from roll_core.errors import FailureClass
+from roll_core.errors import ArtifactDamaged, DeviceFault, FailureClass, RoleDied
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.records.runs import open_run
+from roll_core.store.records.runs import open_run, read_chain
 from roll_core.types.leg import LegEnded, LegEnding
+from roll_core.types.refs import RunRef
 from tasks.leg_time import SHUTDOWN_S, LegTime, p95
-from tasks.legs import read_ending
+from tasks.legs import leg_failed, read_ending
+from tasks.progress import ManifestWatch
+from tasks.services import _lease, record_node_failures, run_dir
 from tests.support import tiny_config
 
 
@@ -44,7 +50,8 @@ def test_a_job_without_a_report_ended_as_slurm_says(state, ending):
 
 
 def test_the_cause_of_a_leg_with_a_result_is_the_state_that_slurm_reports():
-    assert read_end(JobState("CANCELLED"), NodeReport("result")).cause == "SLURM says CANCELLED"
+    end = read_end(JobState("CANCELLED", nodes="n[1-2]"), NodeReport("result"))
+    assert (end.cause, end.nodes) == ("SLURM says CANCELLED", "n[1-2]")
 
 
 def test_a_job_that_slurm_has_forgotten_failed():
@@ -109,10 +116,90 @@ def test_a_cancelled_leg_is_the_last():
     assert "was cancelled" in (reason_to_stop([ended(LegEnding.CANCELLED)], SLURM) or "")
 
 
-def test_on_slurm_no_leg_is_queued_for_a_deterministic_failure():
+@pytest.mark.parametrize("legs", [SLURM, LegsConfig()], ids=["slurm", "local"])
+def test_only_a_deterministic_failure_that_repeats_stops_a_run(legs):
     failed = ended(LegEnding.FAILED, failure=FailureClass.DETERMINISTIC)
-    assert "would fail in the same way: why" in (reason_to_stop([failed], SLURM) or "")
-    assert reason_to_stop([failed], LegsConfig()) is None
+    assert reason_to_stop([failed], legs) is None
+    assert "two legs in a row failed in the same way: why" in (reason_to_stop([failed, failed], legs) or "")
+
+
+@pytest.mark.parametrize("legs", [SLURM, LegsConfig()], ids=["slurm", "local"])
+def test_a_mistake_of_the_user_gets_no_second_leg(legs):
+    mistaken = ended(LegEnding.FAILED, failure=FailureClass.MISTAKE)
+    assert "would fail in the same way: why" in (reason_to_stop([mistaken], legs) or "")
+
+
+def test_the_leg_after_a_deterministic_failure_avoids_its_nodes_and_after_a_lost_node_that_one_alone():
+    failed = ended(LegEnding.FAILED, failure=FailureClass.DETERMINISTIC).model_copy(update={"nodes": "n[1-2]"})
+    assert nodes_to_avoid([]) == ()
+    assert nodes_to_avoid([failed]) == ("n[1-2]",)
+    assert nodes_to_avoid([failed, ended(LegEnding.PREEMPTED)]) == ()
+    assert nodes_to_avoid([failed.model_copy(update={"failure": FailureClass.TRANSIENT})]) == ()
+    assert nodes_to_avoid([failed.model_copy(update={"lost_nodes": ("n2",)})]) == ("n2",)
+
+
+def slurm_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: str) -> None:
+    """Put stand-ins for `sinfo`, which lists these nodes, and for `scontrol`, which expands n[1-2], first in the PATH."""
+    for name, lines in (("sinfo", nodes), ("scontrol", "n1\nn2")):
+        (tmp_path / name).write_text(f"#!/bin/sh\ncat <<EOF\n{lines}\nEOF\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "options", "excluded"),
+    [
+        ("n1 gpu*\nn2 gpu*\nn3 gpu*\nn4 gpu*", {}, ("old", "n[1-2]")),
+        ("n1 gpu*\nn2 gpu*\nn3 gpu*\nn4 other", {}, ("old",)),
+        ("n1 gpu*\nn2 gpu*\nn3 gpu*\nn4 gpu*", {"constraint": "h100"}, ("old",)),
+    ],
+    ids=["enough others", "too few others", "the others may not do"],
+)
+def test_a_leg_avoids_nodes_only_if_the_partition_has_enough_others(tmp_path, monkeypatch, nodes, options, excluded):
+    slurm_with(tmp_path, monkeypatch, nodes)
+    request = LegRequest("run.leg-2", tmp_path, 2, 8, 8, 60, exclude=("old",), avoid=("n[1-2]",))
+    assert SlurmLauncher(SlurmLauncherConfig(options=options))._excluded(request) == excluded
+
+
+# ------------------------------------------------------------------------------------ broken GPUs, damaged or absent stores
+def test_a_broken_gpu_is_a_failure_of_its_node_that_later_legs_avoid(tmp_path):
+    config = tiny_config(tmp_path)
+    run = open_run(ObjectStore(config.store.uri), config)
+    fault = leg_failed(run, 1, DeviceFault({"n2": "GPU 3 failed (CUDA error: uncorrectable ECC error encountered)"}))
+    assert (fault.ending, fault.failure, fault.lost_nodes) == (LegEnding.FAILED, FailureClass.TRANSIENT, ("n2",))
+    assert fault.cause == "node n2: GPU 3 failed (CUDA error: uncorrectable ECC error encountered)"
+    assert nodes_to_avoid([fault]) == ("n2",)
+
+
+def test_a_damaged_manifest_does_not_replace_the_cause_of_a_leg(tmp_path):
+    config = tiny_config(tmp_path)
+    run = open_run(ObjectStore(config.store.uri), config)
+    ObjectStore(config.store.uri).create(f"runs/{run.run_id}/iterations/00000000.json", b"not a manifest")
+    with pytest.raises(ArtifactDamaged):
+        read_chain(ObjectStore(config.store.uri), run.run_id)
+    failed = leg_failed(run, 1, RoleDied("engine 0 died"))
+    assert (failed.cause, failed.last_iteration) == ("engine 0 died", None)
+    ManifestWatch(run, next_iteration=0).poll()
+
+
+def test_a_store_that_is_away_does_not_fail_the_record_of_a_failed_node(tmp_path, caplog):
+    (tmp_path / "store").touch()
+    run = RunRef(run_id="tiny-1", store_uri=f"file://{tmp_path}/store", config_digest="")
+    record_node_failures(run, 1, {"n1": "Ray ended"})
+    assert "a failure of node n1 (Ray ended) is not recorded" in caplog.text
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_does_not_stop_a_leg(tmp_path, monkeypatch, caplog, number):
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    config = tiny_config(tmp_path)
+    run = open_run(ObjectStore(config.store.uri), config)
+    run_dir(run, config).mkdir(parents=True)
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with _lease(run, config):
+        assert "cannot be locked" in caplog.text
 
 
 @pytest.mark.parametrize("ending", [LegEnding.PREEMPTED, LegEnding.NODE_FAIL])

@@ -16,9 +16,9 @@ from roll_core.roles.canary import (
     check_nodes,
     clock_faults,
     disk_faults,
-    node_name,
     unreachable_nodes,
 )
+from roll_core.roles.process import node_name
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.nodes import NodeFailure, clear_failures, excluded_nodes, read_failures, record_failure
 

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from enum import StrEnum
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,9 @@ TRANSIENT_CODES = {"RequestTimeout", "SlowDown", "Throttling", "OperationAborted
 EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "400"}
 """S3 error codes after which credentials are loaded again before the retry, because they may have been renewed. "400" stands
 for the reply to a HEAD, which carries a status and no code."""
+REFUSED_STATUSES, NO_BUCKET = {401, 403}, "NoSuchBucket"
+"""HTTP statuses and S3 error code of a refusal. It may pass if the store has granted the same right before: while keys are
+rotated, a clock is set, or a bucket moves to another server."""
 NO_RESPONSE = (
     *(NotConnected, HTTPClientError, ResponseParserError, IncompleteReadError),
     *(aiohttp.ClientError, ConnectionError, TimeoutError),
@@ -51,6 +55,18 @@ Request = Callable[[Any], Awaitable[Any]]
 """Call on an s3fs filesystem that makes one S3 request."""
 
 log = logging.getLogger(__name__)
+
+
+class Right(StrEnum):
+    """Right that a request needs. Policies of buckets grant each by itself."""
+
+    READ = "read"
+    WRITE = "write"
+    DELETE = "delete"
+
+
+_GRANTED: set[tuple[str, Right]] = set()
+"""Addresses of stores, each with a right that it has granted to this process."""
 
 
 class S3Medium:
@@ -71,14 +87,15 @@ class S3Medium:
             self._write_multipart(name, parts, size)
             return
         body = b"".join(parts)
-        self._request(lambda fs: fs._call_s3("put_object", Body=body, **self._target(name)))
+        self._request(lambda fs: fs._call_s3("put_object", Body=body, **self._target(name)), right=Right.WRITE)
 
     def create(self, name: str, data: bytes) -> None:
         """Create the object by a conditional PUT. If the response is lost, the retry finds the name taken by this write."""
         writer, target = uuid.uuid4().hex, self._target(name)
         try:
             self._request(
-                lambda fs: fs._call_s3("put_object", Body=data, IfNoneMatch="*", Metadata={WRITER: writer}, **target)
+                lambda fs: fs._call_s3("put_object", Body=data, IfNoneMatch="*", Metadata={WRITER: writer}, **target),
+                right=Right.WRITE,
             )
         except AlreadyExists:
             if not self._is_written_by(name, writer):
@@ -117,10 +134,10 @@ class S3Medium:
             page["ContinuationToken"] = response["NextContinuationToken"]
 
     def delete(self, name: str) -> None:
-        self._request(lambda fs: fs._call_s3("delete_object", **self._target(name)))
+        self._request(lambda fs: fs._call_s3("delete_object", **self._target(name)), right=Right.DELETE)
 
     def remove_unfinished(self, older_than_seconds: float) -> int:
-        uploads = self._request(lambda fs: fs._list_multipart_uploads(self._bucket))
+        uploads = self._request(lambda fs: fs._list_multipart_uploads(self._bucket), right=Right.DELETE)
         now, prefix = datetime.now(UTC), self._key("")
         stale = [
             upload
@@ -128,19 +145,21 @@ class S3Medium:
             if upload["Key"].startswith(prefix) and (now - upload["Initiated"]).total_seconds() > older_than_seconds
         ]
         for upload in stale:
-            self._request(partial(_abort_request, self._bucket, upload["Key"], upload["UploadId"]))
+            self._request(partial(_abort_request, self._bucket, upload["Key"], upload["UploadId"]), right=Right.DELETE)
         return len(stale)
 
     def _write_multipart(self, name: str, parts: Iterator[bytes], size: int) -> None:
         """Upload parts in parallel. The object appears when all parts are there, and never if one fails."""
         assert size > PART_SIZE
         writer, target = uuid.uuid4().hex, self._target(name)
-        begun = self._request(lambda fs: fs._call_s3("create_multipart_upload", Metadata={WRITER: writer}, **target))
+        begin = partial(_call_request, "create_multipart_upload", target | {"Metadata": {WRITER: writer}})
+        begun = self._request(begin, right=Right.WRITE)
         upload = target | {"UploadId": begun["UploadId"]}
 
         def send(numbered: tuple[int, bytes]) -> dict[str, Any]:
             number, part = numbered
-            sent = self._request(lambda fs: fs._call_s3("upload_part", PartNumber=number, Body=part, **upload))
+            arguments = upload | {"PartNumber": number, "Body": part}
+            sent = self._request(partial(_call_request, "upload_part", arguments), right=Right.WRITE)
             return {"PartNumber": number, "ETag": sent["ETag"]}
 
         try:
@@ -159,6 +178,7 @@ class S3Medium:
         try:
             self._request(
                 lambda fs: fs._call_s3("complete_multipart_upload", MultipartUpload=parts, **upload),
+                right=Right.WRITE,
                 attempt_seconds=self._retry_seconds,
             )
         except FileNotFoundError:
@@ -189,28 +209,29 @@ class S3Medium:
     def _head(self, name: str) -> Any:
         return self._request(lambda fs: fs._call_s3("head_object", **self._target(name)))
 
-    def _request(self, request: Request, attempt_seconds: float | None = None) -> Any:
+    def _request(self, request: Request, attempt_seconds: float | None = None, right: Right = Right.READ) -> Any:
         """Send a request and return its response, retrying transient failures for at most `store.retry_seconds`.
 
-        `attempt_seconds` is the timeout of one attempt; None derives it from `store.retry_seconds`.
+        A refusal is transient if the store has granted the same right before. `attempt_seconds` is the timeout of one
+        attempt; None derives it from `store.retry_seconds`.
         """
         deadline = time.monotonic() + self._retry_seconds
         longest = attempt_seconds or min(ATTEMPT_SECONDS, max(SHORTEST_ATTEMPT_SECONDS, self._retry_seconds / 5))
         for attempt in itertools.count():
             try:
-                return self._attempt(request, min(longest, deadline - time.monotonic()))
+                response = self._attempt(request, min(longest, deadline - time.monotonic()))
+                _GRANTED.add((self._uri, right))
+                return response
             except (OSError, ValueError, BotoCoreError, aiohttp.ClientError) as error:
-                if not _is_transient(error):
+                is_refusal = _is_refusal(error) and (self._uri, right) in _GRANTED
+                if not is_refusal and not _is_transient(error):
                     raise self._permanent_error(error) from None
                 delay = random.uniform(0.5, 1.0) * min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2**attempt)
                 if time.monotonic() + delay >= deadline:
-                    raise StoreUnavailable(
-                        f"store.uri: {self._uri} did not answer for {self._retry_seconds:g} s (store.retry_seconds; last: "
-                        f"{_reason(error)}): what is committed is safe, resume the run when the store is back"
-                    ) from None
+                    raise (self._permanent_error(error) if is_refusal else self._unavailable_error(error)) from None
                 if attempt == 0:
                     log.warning("%s does not answer (%s): trying again", self._uri, _reason(error))
-                if _code(error) in EXPIRED_CODES:
+                if is_refusal or _code(error) in EXPIRED_CODES:
                     self._filesystem().connect(refresh=True)
             time.sleep(delay)
         raise AssertionError
@@ -241,10 +262,17 @@ class S3Medium:
             self._filesystems[process] = fs
         return self._filesystems[process]
 
+    def _unavailable_error(self, error: Exception) -> StoreUnavailable:
+        """Return the exception to raise when `store.retry_seconds` are over."""
+        return StoreUnavailable(
+            f"store.uri: {self._uri} did not answer for {self._retry_seconds:g} s (store.retry_seconds; last: "
+            f"{_reason(error)}): what is committed is safe, resume the run when the store is back"
+        )
+
     def _permanent_error(self, error: Exception) -> Exception:
         """Return the exception to raise for a failure that no retry can cure."""
         match _status(error), _code(error):
-            case _, "NoSuchBucket":
+            case _, code if code == NO_BUCKET:
                 return StoreRefused(
                     f"store.uri: {self._uri} names a bucket that does not exist: create '{self._bucket}' or point store.uri "
                     "elsewhere"
@@ -290,6 +318,11 @@ def _is_transient(error: Exception) -> bool:
     if status is not None:
         return (status >= 500 and status != 501) or status == 429 or code in TRANSIENT_CODES | EXPIRED_CODES
     return isinstance(error, NO_RESPONSE) and not isinstance(error, SSLError)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """True if the server refused the credentials, their rights or the bucket."""
+    return _status(error) in REFUSED_STATUSES or _code(error) == NO_BUCKET
 
 
 def _response(error: Exception) -> dict[str, Any]:
