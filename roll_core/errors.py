@@ -62,6 +62,12 @@ class RoleDied(RollError):
     failure = FailureClass.TRANSIENT
 
 
+class LegInterrupted(RollError):
+    """The leg was told to stop, by SIGTERM or SIGUSR2, and left a stage. What the stage had finished is kept."""
+
+    failure = FailureClass.TRANSIENT
+
+
 class NodeUnfit(RollError):
     """Nodes of a leg failed their health check. The next leg may get other nodes."""
 

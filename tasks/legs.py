@@ -23,7 +23,16 @@ from infra.slurm.node import NodeShape, run_head, run_worker
 from infra.slurm.queue import STILL_RUNNING, SlurmUnavailable, wait_for_controller
 from roll_core.config.operations import legs as launchers
 from roll_core.config.run import RunConfig
-from roll_core.errors import FailureClass, IterationTaken, NodeUnfit, StoreUnavailable, UserError, classify, one_line
+from roll_core.errors import (
+    FailureClass,
+    IterationTaken,
+    LegInterrupted,
+    NodeUnfit,
+    StoreUnavailable,
+    UserError,
+    classify,
+    one_line,
+)
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.nodes import NodeFailure, excluded_nodes, record_failure
 from roll_core.store.records.runs import next_iteration, read_config, store_of
@@ -226,6 +235,8 @@ def leg_failed(run: RunRef, leg: int, error: Exception) -> LegEnded:
             ending = LegEnding.FENCED
         case NodeUnfit():
             ending = LegEnding.NODE_FAIL
+        case LegInterrupted():
+            ending = LegEnding.PREEMPTED
         case _:
             ending = LegEnding.FAILED
     return _ended_early(run, leg, ending, one_line(error), classify(error))

@@ -51,14 +51,15 @@ class SlurmLauncher:
     def check(self, request: LegRequest) -> None:
         """Raise SlurmRefused if SLURM would refuse a leg's job for what it requests. Submits nothing.
 
-        Returns without an answer while the controller is away, and if nodes are merely busy or down.
+        Passes while the controller is away, and what only a submission can tell: before it, nodes that are too small and
+        nodes that are drained get the same answer.
         """
         script = sbatch_script(self._config, request, [])
         try:
             queue.run_command("sbatch", "--test-only", script=script)
         except queue.SlurmUnavailable as error:
             refused = submission_error(str(error), request)
-            if isinstance(refused, queue.SlurmRefused):
+            if isinstance(refused, queue.SlurmRefused) and NO_SUCH_NODES not in str(error):
                 raise refused from None
 
     def find(self, prefix: str) -> dict[str, str]:
@@ -149,6 +150,8 @@ def _reported_ending(state: queue.JobState, report: NodeReport) -> LegEnding | N
 
 NOT_REQUEUED = "Job not requeued because"
 """Words of submitit's error when a signal reaches a job in the moment before the job handles signals itself."""
+NO_SUCH_NODES = "node configuration is not available"
+"""Words with which sbatch refuses a job for which no node is large enough, or none is left."""
 REFUSALS = {
     "invalid partition": "legs.launcher.partition",
     "not permitted to use this partition": "legs.launcher.partition",
@@ -167,7 +170,7 @@ REFUSALS = {
     "invalid directive": "legs.launcher.options",
     "requires an argument": "legs.launcher.options",
     "invalid --": "legs.launcher.options",
-    "node configuration is not available": "cluster.nodes, legs.launcher.cpus_per_node or legs.launcher.memory_gigabytes",
+    NO_SUCH_NODES: "cluster.nodes, legs.launcher.cpus_per_node or legs.launcher.memory_gigabytes",
 }
 """Config keys by the words with which sbatch refuses what they request. Any other answer of sbatch may pass by itself."""
 
@@ -178,7 +181,7 @@ def submission_error(answer: str, request: LegRequest) -> queue.SlurmRefused | q
     keys = next((keys for words, keys in REFUSALS.items() if words in said.lower()), None)
     if keys is None:
         return queue.SlurmUnavailable(f"{request.name} could not be submitted: {said}")
-    if request.exclude and "node configuration" in said:
+    if request.exclude and NO_SUCH_NODES in said:
         return queue.SlurmRefused(
             f"nodes: no node is left for {request.name}, since roll excludes {', '.join(request.exclude)} for failures "
             f"(roll nodes lists them): repair them, then roll nodes --clear NODE; SLURM says: {said}"

@@ -329,8 +329,10 @@ def test_a_partition_that_does_not_exist_is_refused_before_the_name_of_the_run_i
     assert "resume" not in sentence
 
 
-@pytest.mark.parametrize("says", ["Unable to contact slurm controller (connect failure)", "Requested nodes are busy"])
-def test_a_check_of_a_submission_passes_while_the_controller_is_away_or_nodes_are_busy(commands, says):
+@pytest.mark.parametrize(
+    "says", ["Unable to contact slurm controller (connect failure)", "Requested node configuration is not available"]
+)
+def test_a_check_of_a_submission_passes_while_the_controller_is_away_or_all_nodes_are_drained(commands, says):
     commands("sbatch", f'echo "allocation failure: {says}" >&2; exit 1')
     SlurmLauncher(SlurmLauncherConfig()).check(REQUEST)
 
