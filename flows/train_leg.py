@@ -1,5 +1,6 @@
 """Inner flow: one leg of a run on one Ray cluster, iteration after iteration, until the run is done or the leg must stop."""
 
+import contextlib
 import logging
 import shutil
 import time
@@ -11,7 +12,7 @@ from prefect import flow
 
 from flows.prefect_server import exit_soon
 from roll_core.config.run import RunConfig, flat_config
-from roll_core.errors import ArtifactDamaged, RoleDied
+from roll_core.errors import ArtifactDamaged, LegInterrupted, RoleDied
 from roll_core.store.records.forks import lineage
 from roll_core.store.records.runs import read_chain, read_config, store_of
 from roll_core.tracking.spool import RunStatus
@@ -54,21 +55,35 @@ def train_leg(run: RunRef, leg: int, allocation: LegAllocation) -> LegEnded:
             if (reason := services.leg_time.stop_reason(services.fleet.checkpoint_s)) is not None:
                 ending = reason
                 break
-            manifest = iterate(manifest, services)
-            services.leg_time.record_iteration(manifest)
+            with contextlib.suppress(LegInterrupted):  # the leg was told to stop: the next look at its time ends the loop
+                manifest = iterate(manifest, services)
+                services.leg_time.record_iteration(manifest)
         close_leg(manifest, ending, services)
     return LegEnded(run_id=run.run_id, leg=leg, ending=ending, last_iteration=manifest.iteration)
 
 
 def close_leg(manifest: Manifest, ending: LegEnding, services: Services) -> None:
-    """Store what must outlive the leg: a checkpoint of the last iteration and, at the end of the run, the export."""
+    """Store what must outlive the leg: what was generated beyond its last iteration, a checkpoint of that iteration and, at
+    the end of the run, the export."""
     if ending is not LegEnding.FINISHED:
-        checkpoint_committed(manifest, services)
+        services.fleet.stop_rollouts()
+        if not services.has_uncommitted_update:
+            checkpoint_committed(manifest, services)
     store_checkpoint(services)
     if ending is LegEnding.FINISHED:
-        if services.config.checkpoint.export_at_end:
-            store_export(manifest, services)
+        export_at_end(manifest, services)
         services.tracker.end(RunStatus.FINISHED)
+
+
+def export_at_end(manifest: Manifest, services: Services) -> None:
+    """Store the export of a finished run, if `checkpoint.export_at_end` is set and the leg was not told to stop."""
+    if not services.config.checkpoint.export_at_end:
+        return
+    if services.leg_time.is_told_to_stop():
+        command = f"roll export {manifest.run_id}@{manifest.iteration} FOLDER"
+        log.warning("checkpoint.export_at_end: left out, because the leg was told to stop; make it with: %s", command)
+        return
+    store_export(manifest, services)
 
 
 def iterate(manifest: Manifest, services: Services) -> Manifest:

@@ -66,6 +66,12 @@ class RoleDied(RollError):
     failure = FailureClass.TRANSIENT
 
 
+class LegInterrupted(RollError):
+    """The leg was told to stop, by SIGTERM or SIGUSR2, and left a stage. What the stage had finished is kept."""
+
+    failure = FailureClass.TRANSIENT
+
+
 class NodeUnfit(RollError):
     """Nodes of a leg cannot be used. The failure counts against them, and the next leg may get others."""
 

@@ -84,6 +84,7 @@ def commit(parent: Manifest | None, iteration: IterationReceipts, services: Serv
     commit_manifest(services.store, manifest)
     services.fleet.on_committed(manifest.next_problem)
     services.last_commit_at = time.monotonic()
+    services.has_uncommitted_update = False
     track(manifest, services)
     return manifest
 

@@ -4,6 +4,7 @@ Imports no Prefect, which takes seconds.
 """
 
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 from infra.slurm import slurm
@@ -12,6 +13,8 @@ from roll_core.config.operations.legs import SlurmLauncherConfig
 from roll_core.config.operations.placement import DeviceKind
 from roll_core.config.run import RunConfig
 from roll_core.errors import UserError
+from roll_core.store.object_store import ObjectStore
+from roll_core.store.records.nodes import excluded_nodes
 from roll_core.types.refs import RunRef, digest_of
 from tasks.services import run_dir
 
@@ -43,6 +46,16 @@ def leg_request(
         exclude=exclude,
         avoid=avoid,
     )
+
+
+def check_submission(config: RunConfig) -> None:
+    """Raise UserError if SLURM would refuse the jobs of a config's legs. Submits nothing; a local config passes."""
+    launcher = config.legs.launcher
+    if not isinstance(launcher, SlurmLauncherConfig):
+        return
+    run = RunRef(run_id=config.name, store_uri=config.store.uri, config_digest="")
+    excluded = excluded_nodes(ObjectStore(config.store.uri, config.store.retry_seconds), config.nodes, datetime.now(UTC))
+    slurm.SlurmLauncher(launcher).check(leg_request(run, config, leg=1, exclude=excluded))
 
 
 def sbatch_script(config: RunConfig, config_path: str, overrides: list[str]) -> str:

@@ -1,6 +1,7 @@
 """Time left to a leg. Used by `flows/train_leg.py` to decide whether another iteration may begin.
 
-A leg stops when too little walltime is left or when it is signalled, always after the iteration in progress is committed.
+A leg whose walltime is nearly up stops after a commit. A leg that is signalled leaves a collect, a prepare or an evaluation
+at once; an update that has begun is committed first.
 """
 
 import contextlib
@@ -47,6 +48,10 @@ class LegTime:
             return LegEnding.PREEMPTED if self._signal is signal.SIGTERM else LegEnding.WALLTIME
         needed = p95(self._recent) + checkpoint_s + SHUTDOWN_S
         return LegEnding.WALLTIME if self._now() + needed > self._ends_at() else None
+
+    def is_told_to_stop(self) -> bool:
+        """True if the leg received SIGTERM or SIGUSR2: it may be killed soon."""
+        return self._signal is not None
 
     @contextlib.contextmanager
     def handling_signals(self) -> Iterator[None]:

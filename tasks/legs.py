@@ -14,18 +14,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from prefect import get_run_logger
+
 from infra.slurm import slurm
 from infra.slurm.elastic import ElasticJobs
-from infra.slurm.launcher import JobEnd, Launcher, LegJob
+from infra.slurm.launcher import JobEnd, Launcher, LegFunction, LegJob, LegRequest
 from infra.slurm.local import LocalLauncher
 from infra.slurm.node import NodeShape, run_head, run_worker
-from infra.slurm.queue import STILL_RUNNING, SlurmUnavailable
+from infra.slurm.queue import STILL_RUNNING, SlurmUnavailable, wait_for_controller
 from roll_core.config.operations import legs as launchers
 from roll_core.config.run import RunConfig
 from roll_core.errors import (
     DeviceFault,
     FailureClass,
     IterationTaken,
+    LegInterrupted,
     NodeUnfit,
     RollError,
     UserError,
@@ -35,7 +38,7 @@ from roll_core.errors import (
 )
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.nodes import excluded_nodes
-from roll_core.store.records.runs import read_chain, read_config, store_of
+from roll_core.store.records.runs import next_iteration, read_config, store_of
 from roll_core.tracking.spool import RunStatus
 from roll_core.tracking.tracker import Tracker
 from roll_core.types.leg import LegAllocation, LegEnded, LegEnding
@@ -74,12 +77,9 @@ def run_leg(
     config = read_config(run)
     store, launcher = store_of(run), build_launcher(config)
     request = leg_request(run, config, leg, excluded_nodes(store, config.nodes, datetime.now(UTC)), avoid)
-    watch = ManifestWatch(run, next_iteration=len(read_chain(store, run.run_id)))
-    orphan_id = launcher.find(request.name).get(request.name)
-    if orphan_id is None:
-        job = launcher.submit(request, functools.partial(function, run, leg, context_for(config)))
-    else:
-        job = launcher.attach(orphan_id, request.folder)
+    watch = ManifestWatch(run, next_iteration(store, run.run_id))
+    leg_function = functools.partial(function, run, leg, context_for(config))
+    job = wait_for_controller(lambda: adopt_or_submit(launcher, request, leg_function))
     elastic = elastic_jobs(run, config)
     try:
         wait_for_end(job, watch, elastic)
@@ -91,6 +91,15 @@ def run_leg(
     for each in [end, *(elastic.ended if elastic is not None else ())]:
         record_node_failures(run, leg, dict.fromkeys(each.lost_nodes, each.cause))
     return read_ending(end, run, leg).model_copy(update={"log": str(job.log), "nodes": end.nodes})
+
+
+def adopt_or_submit(launcher: Launcher, request: LegRequest, leg: LegFunction) -> LegJob:
+    """Return the job of a leg: the one of its name that is pending or running, else a new one.
+
+    A submission that failed is repeated by calling this again: SLURM may have accepted it although its answer was lost.
+    """
+    job_id = launcher.find(request.name).get(request.name)
+    return launcher.submit(request, leg) if job_id is None else launcher.attach(job_id, request.folder)
 
 
 def build_launcher(config: RunConfig) -> Launcher:
@@ -134,8 +143,9 @@ def orphaned_leg(run: RunRef) -> int | None:
 
     Call it before the flow submits a leg of its own.
     """
-    prefix = job_prefix(run)
-    return max((int(name.removeprefix(prefix)) for name in build_launcher(read_config(run)).find(prefix)), default=None)
+    prefix, launcher = job_prefix(run), build_launcher(read_config(run))
+    names = wait_for_controller(lambda: launcher.find(prefix))
+    return max((int(name.removeprefix(prefix)) for name in names), default=None)
 
 
 def describe_jobs(run: RunRef) -> list[str]:
@@ -175,9 +185,14 @@ def _node_shape_and_folder(config: RunConfig, run_id: str) -> tuple[NodeShape, P
 
 
 def wait_for_end(job: LegJob, watch: ManifestWatch, elastic: ElasticJobs | None) -> None:
-    """Wait until a leg's job ends. Meanwhile announce committed iterations, and keep the elastic jobs in the queue."""
+    """Wait until a leg's job ends. Meanwhile announce committed iterations, say what a person must do for a job that is
+    held, and keep the elastic jobs in the queue."""
+    obstacle = ""
     while not job.has_ended():
         watch.poll()
+        if job.obstacle not in ("", obstacle):
+            get_run_logger().warning("leg waits: %s", job.obstacle)
+        obstacle = job.obstacle
         if elastic is not None:
             elastic.poll(job.nodes, time.monotonic())
         time.sleep(job.poll_s)
@@ -227,6 +242,8 @@ def leg_failed(run: RunRef, leg: int, error: Exception) -> LegEnded:
             ending = LegEnding.FENCED
         case NodeUnfit() if not isinstance(raised, DeviceFault):  # a defect of a kernel, too, can look like a broken GPU
             ending = LegEnding.NODE_FAIL
+        case LegInterrupted():
+            ending = LegEnding.PREEMPTED
         case _:
             ending = LegEnding.FAILED
     ended = _ended_early(run, leg, ending, one_line(error), classify(error))
@@ -239,11 +256,10 @@ def _last_iteration(run: RunRef) -> int | None:
     The store is retried only briefly: its outage may be why the leg ended, and then the leg has already waited for it.
     """
     try:
-        chain = read_chain(ObjectStore(run.store_uri, SHORT_RETRY_SECONDS), run.run_id)
+        return next_iteration(ObjectStore(run.store_uri, SHORT_RETRY_SECONDS), run.run_id) - 1
     except RollError as error:
         log.warning("the manifests of %s cannot be read: %s", run.run_id, one_line(error))
         return None
-    return chain[-1].iteration if chain else -1
 
 
 def _ended_early(run: RunRef, leg: int, ending: LegEnding, cause: str, failure: FailureClass) -> LegEnded:

@@ -8,7 +8,7 @@ import logging
 
 from prefect import get_run_logger
 
-from roll_core.errors import ArtifactDamaged
+from roll_core.errors import RollError, one_line
 from roll_core.reporting.stage_log import PROGRESS_LOGGER
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.runs import read_manifest
@@ -32,12 +32,27 @@ class ManifestWatch:
         self._next = next_iteration
 
     def poll(self) -> None:
-        """Announce the manifests committed since the last poll. If the store is down or the next manifest is damaged, later
-        polls try again: the leg itself must not end with its announcements."""
-        with contextlib.suppress(OSError, ArtifactDamaged):
-            while (manifest := read_manifest(self._store, self._run.run_id, self._next)) is not None:
-                self._announce(manifest)
+        """Announce the manifests committed since the last poll. If the store is down, the next poll announces them.
+
+        Never raises: a leg must not end because its flow cannot watch it. After an update of the code, legs write records
+        that a flow of the code before it cannot read.
+        """
+        with contextlib.suppress(OSError):
+            while self._announce_next():
                 self._next += 1
+
+    def _announce_next(self) -> bool:
+        """Announce the next iteration, and return True, if it is committed."""
+        try:
+            manifest = read_manifest(self._store, self._run.run_id, self._next)
+            if manifest is not None:
+                self._announce(manifest)
+            return manifest is not None
+        except OSError:
+            raise
+        except (RollError, KeyError, ValueError) as error:
+            get_run_logger().warning("iteration %d is committed, but cannot be shown: %s", self._next, one_line(error))
+            return True
 
     def _announce(self, manifest: Manifest) -> None:
         sentence = describe(manifest)

@@ -11,6 +11,7 @@ from roll_core.store.records.forks import forked_config
 from roll_core.store.records.runs import RunSummary, summary_of
 from roll_core.types.refs import RunRef
 from tasks.durability import state_changing
+from tasks.leg_requests import check_submission
 from tasks.services import run_dir
 
 
@@ -19,6 +20,7 @@ def open_run(config_path: str, overrides: list[str]) -> RunRef:
     """Open a new run: check that everything its config needs is available, then claim a run name."""
     config = load_config(config_path, overrides)
     check_ready(config)
+    check_submission(config)
     return _claim(ObjectStore(config.store.uri, config.store.retry_seconds), config)
 
 
@@ -37,6 +39,7 @@ def open_fork(run_id: str, iteration: int, overrides: list[str], store_uri: str)
     store = ObjectStore(store_uri)
     config = forked_config(store, run_id, iteration, overrides)
     check_ready(config)
+    check_submission(config)
     return _claim(store, config)
 
 

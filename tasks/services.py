@@ -63,6 +63,9 @@ class Services:
         self.leg_time = leg_time
         self.last_commit_at = time.monotonic()
         """Monotonic time of the last commit, or of the leg's start."""
+        self.has_uncommitted_update = False
+        """True from an update of critic or policy until its iteration is committed: what the trainer holds meanwhile is no
+        committed iteration."""
 
 
 @contextlib.contextmanager
@@ -83,7 +86,8 @@ def open_services(run: RunRef, leg: int, allocation: LegAllocation) -> Iterator[
     ):
         _clear_scratch(run_dir(run, config))
         with stage_log.stage(START):
-            fleet = stack.enter_context(Fleet(run, config, leg_dir, _ray_address(allocation, stage_log)))
+            address = _ray_address(allocation, stage_log)
+            fleet = stack.enter_context(Fleet(run, config, leg_dir, address, leg_time.is_told_to_stop))
         stack.enter_context(leg_time.handling_signals())
         tracker.set_tags({"roll.leg": str(leg), MACHINE_TAG: machine_kind(), VERSIONS_TAG: library_versions()})
         freeze_garbage_collector()

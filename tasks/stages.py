@@ -43,12 +43,14 @@ def prepare(collected: Collected, services: Services) -> Prepared:
 @state_changing("update_critic {prepared.collected.request.iteration}")
 def update_critic(prepared: Prepared, services: Services) -> Receipt:
     """Take the critic's optimizer steps over the prepared batch."""
+    services.has_uncommitted_update = True
     return Receipt(metrics=services.fleet.update_critic(prepared.collected))
 
 
 @state_changing("update {prepared.collected.request.iteration}")
 def update(prepared: Prepared, services: Services) -> Updated:
     """Take the policy's optimizer steps over the prepared batch."""
+    services.has_uncommitted_update = True
     updated = services.fleet.update(prepared.collected)
     warn_of_mismatch(updated, services.config.training.mismatch)
     warn_of_uneven_experts(updated, services.config.training.experts)

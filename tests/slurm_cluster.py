@@ -31,10 +31,11 @@ CPUS, MEMORY_MB = 8, 6000
 class SlurmCluster:
     """SLURM cluster as a context manager. SLURM commands find the cluster through `environment`."""
 
-    def __init__(self, folder: Path, num_nodes: int = 3):
+    def __init__(self, folder: Path, num_nodes: int = 3, name: str = ""):
+        """Create a cluster. `name` keeps it apart from other clusters of this process."""
         self.folder = folder
         # Cgroups are named after nodes. The pid keeps names of two clusters on one machine apart.
-        self.nodes = [f"t{os.getpid()}n{number}" for number in range(1, num_nodes + 1)]
+        self.nodes = [f"t{os.getpid()}{name}n{number}" for number in range(1, num_nodes + 1)]
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -46,7 +47,7 @@ class SlurmCluster:
                 "munged", ["munged", "--foreground", "--force", *self._munge_options()]
             )  # --force: only root can access the folder
             self._wait_until(self._munge_socket.exists, "munged listens")
-            self._start("slurmctld", ["slurmctld", "-D", "-i"])
+            self.start_controller()
             for node in self.nodes:
                 self.start_node(node)
             self._wait_until(lambda: self.idle_nodes() == self.nodes, "all nodes are idle")
@@ -91,7 +92,21 @@ class SlurmCluster:
         except subprocess.SubprocessError:  # the controller is not up yet
             return []
 
-    # ---------------------------------------------------------------------------------------- nodes
+    # ---------------------------------------------------------------------------------------- controller and nodes
+    def start_controller(self) -> None:
+        """Start the controller. After a death it knows its jobs from its state folder."""
+        self._start("slurmctld", ["slurmctld", "-D", "-i"])
+
+    def lose_controller(self) -> None:
+        """Kill the controller, if it is not dead yet."""
+        controller = self._daemons.pop("slurmctld")
+        controller.kill()
+        controller.wait()
+
+    @property
+    def controller_pid(self) -> int:
+        return self._daemons["slurmctld"].pid
+
     def start_node(self, node: str) -> None:
         """Start the daemon of a node."""
         self._start(node, ["slurmd", "-D", "-N", node], {NODE: node})
@@ -111,7 +126,7 @@ class SlurmCluster:
 
     # ---------------------------------------------------------------------------------------- daemons and files
     def _start(self, name: str, command: list[str], environment: dict[str, str] | None = None) -> None:
-        program = _find(command[0])
+        program = find_program(command[0])
         with open(self.folder / f"{name}.out", "ab") as log:
             self._daemons[name] = subprocess.Popen(
                 [program, *command[1:]],
@@ -244,7 +259,8 @@ def _require_programs() -> None:
 _PATH = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
 
 
-def _find(program: str) -> str:
+def find_program(program: str) -> str:
+    """Path of a program of SLURM."""
     found = shutil.which(program, path=_PATH)
     assert found is not None
     return found

@@ -21,9 +21,11 @@ def run(options: argparse.Namespace) -> int:
     """Check the config and the machine, then run the flow `rlvr`."""
     from roll_core.config.load import load_config
     from roll_core.planning.preflight import check_ready
+    from tasks.leg_requests import check_submission
 
     config = load_config(options.config, options.overrides)
     check_ready(config)
+    check_submission(config)
 
     def start_flow() -> "RunSummary":
         from flows.rlvr import rlvr

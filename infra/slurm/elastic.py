@@ -59,7 +59,7 @@ class ElasticJobs:
                     exclude = (*self._template.exclude, leg_nodes, *(node for end in self.ended for node in end.lost_nodes))
                     request = replace(self._template, name=name, exclude=exclude)
                     self._jobs[name] = self._launcher.submit_elastic(request, self._run_folder)
-        except queue.SlurmUnavailable as error:
+        except (queue.SlurmUnavailable, queue.SlurmRefused) as error:
             log.warning("legs.elastic: %s", error)
 
     def _end(self, name: str) -> JobEnd:

@@ -71,6 +71,11 @@ class LegJob(Protocol):
         ...
 
     @property
+    def obstacle(self) -> str:
+        """Sentence about what a person must do so that the job can run, at the last call of `has_ended`; "" if nothing."""
+        ...
+
+    @property
     def nodes(self) -> str:
         """Node list of the running job, in SLURM's notation; "" while it is pending, and for a local job."""
         ...

@@ -47,6 +47,7 @@ class LocalLegJob:
 
     poll_s = 0.2
     nodes = ""
+    obstacle = ""
 
     def __init__(self, job: submitit.Job[Any]):
         self._job = job

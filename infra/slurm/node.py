@@ -64,12 +64,14 @@ class RayLost(RollError):
 
 @dataclass(frozen=True)
 class NodeShape:
-    """Resources that `ray start` declares for a node of the leg."""
+    """Resources of a node of the leg: what `ray start` declares for it, and for how long it is requested."""
 
     devices: int
     gpus: int
     object_store_bytes: int | None
     """Size of Ray's object store in bytes; None takes OBJECT_STORE_FRACTION of the job's memory on the node."""
+    time_limit_s: float
+    """Seconds that the leg requested; they count from its start where SLURM does not tell the node when the job ends."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class NodeReport:
     """True if the job received SIGTERM or SIGUSR2."""
     lost_nodes: tuple[str, ...] = ()
     """Names of nodes on which Ray failed."""
+    restart: int = 0
+    """Number of times SLURM had requeued the job when this report was made."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +177,9 @@ def run_head(leg: LegFunction, shape: NodeShape, folder: Path) -> NodeReport:
 
 
 def _run_pickled_head(leg: bytes, shape: NodeShape, folder: Path) -> NodeReport:
+    signals = _SignalForwarder()  # first: a signal that comes from here on interrupts the leg, and is not its failure
     with _as_task(folder) as (task, scratch):
-        return _run_head(leg, shape, task, scratch)
+        return _run_head(leg, shape, task, scratch, signals)
 
 
 def join_legs(shape: NodeShape, run_folder: Path) -> NodeReport:
@@ -192,8 +197,8 @@ def join_legs(shape: NodeShape, run_folder: Path) -> NodeReport:
                 start_ray = functools.partial(_ray_node, shape, {ELASTIC_RESOURCE: shape.devices}, task, scratch)
                 _keep_ray_alive(task, head, start_ray, stop)
         except RayLost as error:
-            return NodeReport(None, str(error), stop.is_set(), (task.node,))
-    return NodeReport(None, signalled=stop.is_set())
+            return NodeReport(None, str(error), stop.is_set(), (task.node,), task.restart)
+    return NodeReport(None, signalled=stop.is_set(), restart=task.restart)
 
 
 def run_worker(shape: NodeShape, folder: Path) -> None:
@@ -226,21 +231,21 @@ def _as_task(folder: Path) -> Iterator[tuple[TaskIdentity, Path]]:
 
 
 # -------------------------------------------------------------------------------------------------- the first node
-def _run_head(leg: bytes, shape: NodeShape, task: TaskIdentity, scratch: Path) -> NodeReport:
-    signals = _SignalForwarder()
+def _run_head(leg: bytes, shape: NodeShape, task: TaskIdentity, scratch: Path, signals: "_SignalForwarder") -> NodeReport:
+    ends_at = EndTime(task.job_id, time.time() + shape.time_limit_s)
     for path in set(task.folder.glob(f"ray-{task.job_id}-*")) - set(task.folder.glob(f"{task.rendezvous_file.stem}.*")):
         path.unlink()  # left by an earlier start of this job that was killed
     _write_private(task.token_file, secrets.token_hex(32))
     try:
         # The driver imports its modules while Ray starts.
-        with _driver_process(leg, task, scratch) as (driver, pipe), _ray_head(shape, task, scratch) as (head, address):
+        with _driver_process(leg, ends_at, scratch) as (driver, pipe), _ray_head(shape, task, scratch) as (head, address):
             _write_private(task.rendezvous_file, json.dumps({"head": address}))
             with contextlib.suppress(OSError):  # the driver may have ended already; `_supervise` reports that
                 pipe.send(address)
             signals.forward_to(driver)
             return _supervise(head, driver, pipe, task, signals)
     except RayLost as error:
-        return NodeReport(None, str(error), signals.received, (task.node,))
+        return NodeReport(None, str(error), signals.received, (task.node,), task.restart)
     finally:
         task.done_file.touch()
         task.rendezvous_file.unlink(missing_ok=True)
@@ -265,10 +270,11 @@ def _supervise(
             raise RayLost(f"the head of Ray on {task.node} ended with {head.returncode}")
     lost_nodes = tuple(path.suffix[1:] for path in sorted(task.folder.glob(f"{task.rendezvous_file.stem}.lost.*")))
     try:
-        return NodeReport(pipe.recv(), "", signals.received, lost_nodes)
-    except EOFError:
+        return NodeReport(pipe.recv(), "", signals.received, lost_nodes, task.restart)
+    except (EOFError, OSError):  # ConnectionResetError, if the driver had not yet read the head's address when it died
         driver.join()
-        return NodeReport(None, f"the leg's process ended with {driver.exitcode}", signals.received, lost_nodes)
+        cause = f"the leg's process ended with {driver.exitcode}"
+        return NodeReport(None, cause, signals.received, lost_nodes, task.restart)
 
 
 @contextlib.contextmanager
@@ -292,12 +298,12 @@ def _ray_head(shape: NodeShape, task: TaskIdentity, scratch: Path) -> Iterator[t
 
 
 @contextlib.contextmanager
-def _driver_process(leg: bytes, task: TaskIdentity, scratch: Path) -> Iterator[tuple[SpawnProcess, Connection]]:
+def _driver_process(leg: bytes, ends_at: EndTime, scratch: Path) -> Iterator[tuple[SpawnProcess, Connection]]:
     """Run the leg in a process of its own during the block. The pipe carries the Ray head's address to it, and its result
     back."""
     spawn_context = multiprocessing.get_context("spawn")
     pipe, driver_end = spawn_context.Pipe()
-    driver = spawn_context.Process(target=_run_driver, args=(leg, task.job_id, scratch, driver_end))
+    driver = spawn_context.Process(target=_run_driver, args=(leg, ends_at, scratch, driver_end))
     driver.start()
     driver_end.close()  # now the pipe reaches its end of file when the driver ends
     try:
@@ -308,12 +314,12 @@ def _driver_process(leg: bytes, task: TaskIdentity, scratch: Path) -> Iterator[t
         driver.join()
 
 
-def _run_driver(leg: bytes, job_id: str, scratch: Path, pipe: Connection) -> None:
+def _run_driver(leg: bytes, ends_at: EndTime, scratch: Path, pipe: Connection) -> None:
     """Run a pickled leg in the driver's process and send its result through the pipe."""
     run_leg = cloudpickle.loads(leg)
     # The address is received on first use, since the leg starts other services while the Ray head starts. It is cached,
     # since the leg asks again when it restarts its roles.
-    allocation = LegAllocation(ends_at=EndTime(job_id), ray_address=functools.cache(pipe.recv), scratch=scratch)
+    allocation = LegAllocation(ends_at=ends_at, ray_address=functools.cache(pipe.recv), scratch=scratch)
     pipe.send(run_leg(allocation))
 
 

@@ -61,8 +61,22 @@ class SlurmLauncher:
             with contextlib.redirect_stderr(io.StringIO()):  # submitit prints the error that it raises
                 job = executor.submit(function, *arguments)
         except FailedJobError as error:
-            raise queue.SlurmUnavailable(f"{request.name} could not be submitted: {' '.join(str(error).split())}") from None
+            raise submission_error(str(error), request) from None
         return self.attach(job.job_id, request.folder)
+
+    def check(self, request: LegRequest) -> None:
+        """Raise SlurmRefused if SLURM would refuse a leg's job for what it requests. Submits nothing.
+
+        Passes while the controller is away, and what only a submission can tell: before it, nodes that are too small and
+        nodes that are drained get the same answer.
+        """
+        script = sbatch_script(self._config, request, [])
+        try:
+            queue.run_command("sbatch", "--test-only", script=script)
+        except queue.SlurmUnavailable as error:
+            refused = submission_error(str(error), request)
+            if isinstance(refused, queue.SlurmRefused) and NO_SUCH_NODES not in str(error):
+                raise refused from None
 
     def find(self, prefix: str) -> dict[str, str]:
         return queue.find_jobs(prefix)
@@ -98,6 +112,13 @@ class SlurmLegJob:
         return self._state.is_over or self._state == queue.FORGOTTEN
 
     @property
+    def obstacle(self) -> str:
+        """Sentence about a job that is held, at the last call of `has_ended`, and how to release it; "" otherwise."""
+        if not self._state.is_held:
+            return ""
+        return f"job {self.job_id} is held by {self._state.held_by}: release it with: scontrol release {self.job_id}"
+
+    @property
     def nodes(self) -> str:
         """Node list at the last call of `has_ended`, in SLURM's notation; "" if the job was not running."""
         return self._state.nodes if self._state.name == "RUNNING" else ""
@@ -109,36 +130,91 @@ class SlurmLegJob:
         queue.cancel_job(self.job_id)
 
     def _outcome(self) -> NodeReport | str | None:
-        """Report of the first node, or the traceback if it raised; None if it wrote nothing."""
+        """Report of the first node, or the traceback if it raised; None if it wrote nothing.
+
+        A report of a start before SLURM requeued the job is none: the job ran again after it.
+        """
         if not self._paths.result_pickle.exists():
             return None
-        return pickle_load(self._paths.result_pickle)[1]
+        outcome = pickle_load(self._paths.result_pickle)[1]
+        is_stale = isinstance(outcome, NodeReport) and self._state.restarts not in (None, outcome.restart)
+        return None if is_stale else outcome
 
 
 def read_end(state: queue.JobState, outcome: NodeReport | str | None) -> JobEnd:
     """Combine SLURM's final state of a job with its outcome: the first node's report, a traceback, or None."""
-    ending = queue.ENDED.get(state.name)
     slurm_says = f"SLURM says {state.name}" + (f" ({state.reason})" if state.reason not in ("", "None") else "")
-    match outcome:
-        case NodeReport():
-            lost_nodes = outcome.lost_nodes or state.lost_nodes
-            if ending is None and lost_nodes:
-                ending = LegEnding.NODE_FAIL
-            if ending is None and outcome.signalled and outcome.result is None:
-                ending = LegEnding.PREEMPTED
-            cause = "; ".join(filter(None, [outcome.cause, slurm_says]))
-            return JobEnd(ending, outcome.result, cause, lost_nodes, state.nodes)
-        case str():
-            cause = f"the leg's job failed ({last_line(outcome)}); {slurm_says}"
-            return JobEnd(ending, None, cause, state.lost_nodes, state.nodes)
-        case None:
-            return JobEnd(ending, None, f"the leg's job left no answer; {slurm_says}", state.lost_nodes, state.nodes)
+    if isinstance(outcome, NodeReport):
+        cause = "; ".join(filter(None, [outcome.cause, slurm_says]))
+        lost_nodes = outcome.lost_nodes or state.lost_nodes
+        return JobEnd(_reported_ending(state, outcome), outcome.result, cause, lost_nodes, state.nodes)
+    says = "left no answer" if outcome is None else f"failed ({last_line(outcome)})"
+    ending = queue.ENDED.get(state.name)
+    if ending is None and (state.was_interrupted or NOT_REQUEUED in (outcome or "")):
+        ending = LegEnding.PREEMPTED  # by a signal that came before the first task handled signals
+    return JobEnd(ending, None, f"the leg's job {says}; {slurm_says}", state.lost_nodes, state.nodes)
+
+
+def _reported_ending(state: queue.JobState, report: NodeReport) -> LegEnding | None:
+    """Ending of a job whose first node left a report; None if only the leg's result knows it."""
+    ending = queue.ENDED.get(state.name)
+    if ending is None and (report.lost_nodes or state.lost_nodes):
+        return LegEnding.NODE_FAIL
+    if ending is None and report.signalled and report.result is None:
+        return LegEnding.PREEMPTED
+    return ending
+
+
+NOT_REQUEUED = "Job not requeued because"
+"""Words of submitit's error when a signal reaches a job in the moment before the job handles signals itself."""
+NO_SUCH_NODES = "node configuration is not available"
+"""Words with which sbatch refuses a job for which no node is large enough, or none is left."""
+REFUSALS = {
+    "invalid partition": "legs.launcher.partition",
+    "not permitted to use this partition": "legs.launcher.partition",
+    "access/permission denied": "legs.launcher.partition or legs.launcher.account",
+    "invalid account": "legs.launcher.account",
+    "invalid qos": "legs.launcher.qos",
+    "memory specification": "legs.launcher.memory_gigabytes",
+    "time limit": "legs.time_limit_minutes",
+    "node count specification": "cluster.nodes",
+    "more processors requested": "legs.launcher.cpus_per_node",
+    "cpu count": "legs.launcher.cpus_per_node",
+    "generic resource": "cluster.devices_per_node",
+    "invalid feature": "legs.launcher.options",
+    "unrecognized option": "legs.launcher.options",
+    "invalid option": "legs.launcher.options",
+    "invalid directive": "legs.launcher.options",
+    "requires an argument": "legs.launcher.options",
+    "invalid --": "legs.launcher.options",
+    NO_SUCH_NODES: "cluster.nodes, legs.launcher.cpus_per_node or legs.launcher.memory_gigabytes",
+}
+"""Config keys by the words with which sbatch refuses what they request. Any other answer of sbatch may pass by itself."""
+
+
+def submission_error(answer: str, request: LegRequest) -> queue.SlurmRefused | queue.SlurmUnavailable:
+    """Error for a job that sbatch did not accept: SlurmRefused if the request is at fault, else SlurmUnavailable."""
+    said = " ".join(answer.split())
+    keys = next((keys for words, keys in REFUSALS.items() if words in said.lower()), None)
+    if keys is None:
+        return queue.SlurmUnavailable(f"{request.name} could not be submitted: {said}")
+    if request.exclude and NO_SUCH_NODES in said:
+        return queue.SlurmRefused(
+            f"nodes: no node is left for {request.name}, since roll excludes {', '.join(request.exclude)} for failures "
+            f"(roll nodes lists them): repair them, then roll nodes --clear NODE; SLURM says: {said}"
+        )
+    return queue.SlurmRefused(f"{keys}: SLURM refuses the job of a leg: {said}")
 
 
 def node_shape(config: SlurmLauncherConfig, request: LegRequest) -> NodeShape:
     """Resources of each node of a requested leg, as Ray sees them."""
     gigabytes = config.object_store_gigabytes
-    return NodeShape(request.devices_per_node, request.gpus_per_node, int(gigabytes * 2**30) if gigabytes else None)
+    return NodeShape(
+        devices=request.devices_per_node,
+        gpus=request.gpus_per_node,
+        object_store_bytes=int(gigabytes * 2**30) if gigabytes else None,
+        time_limit_s=60.0 * request.time_limit_minutes,
+    )
 
 
 ALL_PROCESSORS = 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_ON_NODE"'
@@ -176,10 +252,13 @@ REQUEUE_EXIT_CODE = 75
 """Exit code of `roll leg` that asks the sbatch script to requeue the job for the next leg (EX_TEMPFAIL of sysexits.h)."""
 REQUEUE_COMMANDS = [
     "code=$?",
-    f'if [ $code -eq {REQUEUE_EXIT_CODE} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+    f'case $code in {REQUEUE_EXIT_CODE} | 140 | 143) scontrol requeue "$SLURM_JOB_ID" ;; esac',
     "exit $code",
 ]
-"""Last lines of the sbatch script. A requeued job keeps its sbatch options and its id, after which its run is named."""
+"""Last lines of the sbatch script. A requeued job keeps its sbatch options and its id, after which its run is named.
+
+140 and 143 are SIGUSR2 and SIGTERM, from a signal that came before `roll leg` could handle signals.
+"""
 
 
 def sbatch_script(config: SlurmLauncherConfig, request: LegRequest, arguments: list[str]) -> str:

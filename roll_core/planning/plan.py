@@ -19,7 +19,7 @@ from roll_core.planning.fits import override_keys
 from roll_core.planning.memory import device_memory_gb, engine_memory, gpu_memory, trainer_memory
 from roll_core.planning.model_shape import parameters_of, shape_of
 from roll_core.planning.proposals import Proposal, propose
-from roll_core.planning.time_model import checkpoint_bytes, iteration_time, publish_bytes
+from roll_core.planning.time_model import checkpoint_bytes, iteration_time, publish_bytes, stop_seconds
 from roll_core.types.refs import digest_of
 
 NUM_PROPOSALS = 5
@@ -66,6 +66,7 @@ def _summary(config: RunConfig, shape: ModelShape, device_gb: float, proposals: 
             "the run",
             f"{hours:,.0f} hours, {hours * config.cluster.num_devices:,.0f} GPU-hours for {config.iterations} iterations",
         ),
+        ("told to stop", f"a leg needs up to {stop_seconds(config, shape, time):.0f} s: update + publish + checkpoint"),
         (
             "assumed",
             f"prompts of {prompt:,.0f} and completions of {completion:,.0f} tokens on average; cluster.speed",
@@ -177,6 +178,7 @@ def _roles(config: RunConfig) -> PlanSection:
             ("weights", f"to the engines by {config.weights_transport}"),
             ("reward workers", str(placement.reward_workers)),
             ("legs", _legs(config.legs)),
+            ("told to stop", "by SIGTERM or SIGUSR2: an update that has begun is committed and checkpointed, else at once"),
             *_elastic(config),
         ),
     )

@@ -91,6 +91,14 @@ def iteration_time(config: RunConfig, shape: ModelShape, device_gb: float) -> It
     )
 
 
+def stop_seconds(config: RunConfig, shape: ModelShape, time: IterationTime) -> float:
+    """Estimate the seconds that a leg needs after SIGTERM or SIGUSR2, at most: an update that has begun, its publish, and a
+    checkpoint through one network card of each node. Other stages are left at once."""
+    updates = 2 if config.algorithm.has_critic else 1
+    store_gb = config.cluster.nodes * config.cluster.speed.network_gb
+    return updates * time.update.total + time.publish + checkpoint_bytes(config, shape) / (store_gb * 1e9)
+
+
 def publish_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Bytes that each engine receives of a weights version."""
     return (2 if config.engines_in_bfloat16 else 4) * parameters_of(shape).total

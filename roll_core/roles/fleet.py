@@ -19,7 +19,7 @@ from ray.actor import ActorHandle
 
 from roll_core.config.run import RunConfig
 from roll_core.config.training.training import BackendKind
-from roll_core.errors import RoleDied, RollError
+from roll_core.errors import LegInterrupted, RoleDied, RollError
 from roll_core.host import atomic_replace
 from roll_core.roles.canary import check_nodes
 from roll_core.roles.placement import reserve_devices
@@ -42,8 +42,10 @@ SCHEDULER = "rollout scheduler"
 MAX_REPLACEMENTS = 3
 """Rounds of replacing dead engines and reward workers in one stage. A round happens when a stage fails because no engine or
 no reward worker is left. After the last round the leg ends."""
-ELASTIC_POLL_S = 2.0
-"""Seconds between two polls for engines on elastic nodes (`legs.elastic`) while a stage runs."""
+STAGE_POLL_S = 1.0
+"""Seconds between two polls, while engines generate, for a signal and for engines on elastic nodes (`legs.elastic`)."""
+STOP_ROLLOUTS_S = 30.0
+"""Seconds that a leg that ends waits for its last finished trajectories to reach the journal. Engines have ten to stop."""
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +59,18 @@ class Fleet:
     scheduler_role: type[SchedulerRole] = SchedulerRole
     """Class of the rollout scheduler's actor; a benchmark substitutes its own."""
 
-    def __init__(self, run: RunRef, config: RunConfig, leg_dir: Path, ray_address: str | None = None):
+    def __init__(
+        self,
+        run: RunRef,
+        config: RunConfig,
+        leg_dir: Path,
+        ray_address: str | None = None,
+        is_told_to_stop: Callable[[], bool] = lambda: False,
+    ):
+        """Create the roles of a leg. Once `is_told_to_stop()`, the stages `collect`, `prepare` and `evaluate` are left: they
+        raise LegInterrupted."""
         self._run = run
+        self._is_told_to_stop = is_told_to_stop
         self._config = config
         self._leg_dir = leg_dir
         self._ray_address = ray_address
@@ -138,6 +150,7 @@ class Fleet:
 
     def collect(self, request: CollectRequest) -> Collected:
         """Generate and grade the trajectories of one batch."""
+        self._leave_if_told_to_stop("collect")
         self._reload_engines(request.weights_version)
         version, deadline_s = request.weights_version, self._config.deadlines.collect
         reply = self._retry_with_replacements(
@@ -148,9 +161,12 @@ class Fleet:
 
     def prepare(self, collected: Collected) -> Prepared:
         """Compute the signals, advantages and micro-batches of a collected batch on the trainer ranks."""
+        self._leave_if_told_to_stop("prepare")
         self._give_devices_to_trainer()
         calls = {name: rank.prepare.remote(*self._batch(collected)) for name, rank in self._ranks.items()}
-        return self._from_rank_0(wait_for(calls, "prepare", self._config.deadlines.prepare))
+        prepared = self._from_rank_0(wait_for(calls, "prepare", self._config.deadlines.prepare))
+        self._leave_if_told_to_stop("prepare")  # before the update, which would have to be finished
+        return prepared
 
     def update_critic(self, collected: Collected) -> Metrics:
         """Run the critic's optimizer steps on a batch; return their metrics."""
@@ -181,9 +197,17 @@ class Fleet:
 
     def evaluate(self, weights_version: int) -> Evaluated:
         """Measure greedy accuracy on held-out problems with this weights version."""
+        self._leave_if_told_to_stop("evaluate")
         self._reload_engines(weights_version)
         call, deadline_s = partial(self._scheduler.evaluate.remote, weights_version), self._config.deadlines.evaluate
         return self._retry_with_replacements(call, weights_version, "evaluate", deadline_s)
+
+    def stop_rollouts(self) -> None:
+        """Stop generating, and wait until everything that was finished is in the journal, STOP_ROLLOUTS_S at most."""
+        try:
+            self._wait_for_scheduler(self._scheduler.stop.remote(), "collect", STOP_ROLLOUTS_S)
+        except RollError as error:  # a lost journal costs time and nothing else
+            log.warning("what was generated since the last commit may have to be generated again: %s", error)
 
     def checkpoint(self, iteration: int, published: Published) -> None:
         """Snapshot the training state, and store the snapshot in the background. Waits for the checkpoint before it, so a
@@ -346,25 +370,33 @@ class Fleet:
         """
         for _ in range(MAX_REPLACEMENTS):
             try:
-                reply = call()
-                self._add_elastic_engines_until(reply, version, deadline_s)
-                return self._wait_for_scheduler(reply, stage, 1.1 * deadline_s)
+                return self._attended_reply(call(), version, stage, deadline_s)
             except RoleDied:
                 dead = self._worker_pool.dead()
                 if not dead:
                     raise
                 self._replace(dead, self._publisher.current_weights(version))
-        return self._wait_for_scheduler(call(), stage, 1.1 * deadline_s)
+        return self._attended_reply(call(), version, stage, deadline_s)
 
-    def _add_elastic_engines_until(self, reply: ray.ObjectRef, version: int, deadline_s: float) -> None:
-        """Add engines on elastic nodes until the scheduler has replied, so that the running stage ends sooner."""
-        if self._config.legs.elastic is None:
-            return
+    def _attended_reply(self, reply: ray.ObjectRef, version: int, stage: str, deadline_s: float) -> Any:
+        """Wait for the scheduler's reply to a stage that generates. Until then add engines on elastic nodes, so that the
+        stage ends sooner, and stop the stage once the leg is told to stop, which makes the reply a LegInterrupted."""
         ends_at, is_done = time.monotonic() + deadline_s, False
-        while not is_done and time.monotonic() < ends_at:
-            if added := self._worker_pool.add_elastic(version, self._publisher.current_weights):
-                self._register_workers(added)
-            is_done = bool(ray.wait([reply], timeout=ELASTIC_POLL_S)[0])
+        while not is_done and not self._is_told_to_stop() and time.monotonic() < ends_at:
+            if self._config.legs.elastic is not None:
+                self._add_elastic_engines(version)
+            is_done = bool(ray.wait([reply], timeout=STAGE_POLL_S)[0])
+        if self._is_told_to_stop():
+            self._scheduler.stop.remote()
+        return self._wait_for_scheduler(reply, stage, 1.1 * deadline_s)
+
+    def _add_elastic_engines(self, version: int) -> None:
+        if added := self._worker_pool.add_elastic(version, self._publisher.current_weights):
+            self._register_workers(added)
+
+    def _leave_if_told_to_stop(self, stage: str) -> None:
+        if self._is_told_to_stop():
+            raise LegInterrupted(f"{stage} was left, because the leg was told to stop")
 
     def _replace(self, dead: list[str], weights: RayWeights | WeightsRef) -> dict[str, int]:
         """Replace dead workers, with these weights for engines; return the bytes each new engine took. Elastic engines are

@@ -3,16 +3,17 @@ which the scheduler calls engines and reward workers."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
 
 from roll_core.config.run import RunConfig
 from roll_core.data.problem_source import build_source
-from roll_core.errors import RewardUnavailable, RoleDied, RollError
+from roll_core.errors import LegInterrupted, RewardUnavailable, RoleDied, RollError
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.roles.process import freeze_garbage_collector
 from roll_core.roles.waiting import LOST_ROLE_ERRORS
@@ -27,6 +28,8 @@ from roll_core.store.write_behind import WriteBehind
 from roll_core.types.manifest import Collected, CollectRequest, Evaluated
 from roll_core.types.refs import ArtifactKind, ArtifactRef, RunRef
 from roll_core.types.trajectory import Failure, Problem, Score, Trajectory
+
+R = TypeVar("R")
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +102,8 @@ class SchedulerRole:
         self._journal = Journal(store, run.run_id, config.store.unfinished_seconds)
         self._heartbeat_task: asyncio.Task[None] | None = None
         """Pings engines in the background; None until weights were first published."""
+        self._stage: asyncio.Task[Any] | None = None
+        """Collect or evaluation in progress, if any."""
         self._results: dict[str, tuple[Collected, list[ray.ObjectRef]]] = {}
         """Result of the last collect by request id, returned to a repeated request."""
 
@@ -133,7 +138,8 @@ class SchedulerRole:
 
     async def _collect(self, request: CollectRequest) -> tuple[Collected, list[ray.ObjectRef]]:
         try:
-            rollout = await self._scheduler.collect(request, self._config.deadlines.collect)
+            collecting = self._scheduler.collect(request, self._config.deadlines.collect)
+            rollout = await self._interruptible(collecting, f"collect {request.iteration}")
         except BaseException as error:
             finished = list(self._scheduler.finished.values())
             await self._journal.keep(finished)
@@ -157,6 +163,24 @@ class SchedulerRole:
         )
         self._journal.drop_before(rollout.draws.next)
         return collected, [ray.put(trajectories)]
+
+    async def stop(self) -> None:
+        """Stop generating, and leave the collect or evaluation in progress: it raises LegInterrupted once everything that it
+        had finished is in the journal."""
+        if self._stage is not None:
+            self._stage.cancel()
+        await self._scheduler.close()
+        await self._journal.keep(self._scheduler.finished.values())
+
+    async def _interruptible(self, work: Coroutine[Any, Any, R], stage: str) -> R:
+        """Run the work of a stage until it ends or `stop` is called."""
+        self._stage = asyncio.create_task(work)
+        try:
+            return await self._stage
+        except asyncio.CancelledError:
+            raise LegInterrupted(f"{stage} was left, because the leg was told to stop") from None
+        finally:
+            self._stage = None
 
     async def on_adopted(self, version: int) -> None:
         """Record that every engine generates with this weights version. From the first call on, silent engines are
@@ -187,7 +211,8 @@ class SchedulerRole:
     async def evaluate(self, weights_version: int) -> Evaluated:
         """Generate greedily on held-out problems; return the accuracy. All tokens must be of this weights version."""
         num_problems = self._config.evaluation.num_problems
-        trajectories = await self._scheduler.evaluate(num_problems, self._config.deadlines.evaluate)
+        evaluating = self._scheduler.evaluate(num_problems, self._config.deadlines.evaluate)
+        trajectories = await self._interruptible(evaluating, f"evaluate version {weights_version}")
         refuse_if_none_graded(trajectories, f"evaluate version {weights_version}")
         refuse_other_weights(trajectories, weights_version)
         return Evaluated(

@@ -11,7 +11,7 @@ import pytest
 
 from infra.slurm.launcher import JobEnd, Launcher, LegJob, LegRequest
 from infra.slurm.local import LocalLauncher
-from infra.slurm.queue import SlurmUnavailable
+from infra.slurm.queue import SlurmRefused
 from infra.slurm.slurm import SlurmLauncher
 from roll_core.config.operations import legs as launchers
 from roll_core.types.leg import LegAllocation, LegEnding
@@ -99,7 +99,7 @@ def test_a_cancelled_leg_ends_with_its_processes_and_is_not_found_any_more(launc
 
 @pytest.mark.usefixtures("on_slurm")
 def test_a_job_that_slurm_refuses_is_reported_in_one_sentence(tmp_path):
-    with pytest.raises(SlurmUnavailable, match="could not be submitted: .*invalid partition specified: nowhere") as caught:
+    with pytest.raises(SlurmRefused, match="legs.launcher.partition: .*invalid partition specified: nowhere") as caught:
         SlurmLauncher(launchers.SlurmLauncherConfig(partition="nowhere")).submit(leg_request(tmp_path), die)
     assert "\n" not in str(caught.value)
 

@@ -257,7 +257,7 @@ class Workspace:
 
         start = Fleet.__init__
 
-        def on_shared_ray(fleet: Fleet, run: RunRef, config: RunConfig, leg_dir: Path, _: str | None = None) -> None:
+        def on_shared_ray(fleet: Fleet, run: RunRef, config: RunConfig, leg_dir: Path, *_: object) -> None:
             start(fleet, run, config, leg_dir, self._shared_ray.address)
 
         with self._in_process(), pytest.MonkeyPatch.context() as patch:

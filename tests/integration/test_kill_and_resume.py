@@ -8,8 +8,11 @@ Kills of roles: engines, reward workers and the scheduler in `test_async.py`, th
 import os
 import signal
 
+import pytest
 from mlflow import MlflowClient
 
+from roll_core.rollout.journal import Journal
+from roll_core.store.records.traces import decode_trace
 from roll_core.types.leg import LegEnding
 from tests.chaos.outcomes import differences
 from tests.integration.conftest import MLFLOW_DATABASE, REHEARSED, TRACKED, Workspace, settings
@@ -84,3 +87,52 @@ def test_a_run_whose_uncommitted_rollouts_became_garbage_generates_them_again(wo
     for manifest in after:
         for artifact in manifest.artifacts:
             workspace.store.get(artifact)
+
+
+def test_a_leg_that_is_told_to_stop_leaves_its_collect_and_the_next_leg_generates_only_the_rest(workspace):
+    """SIGTERM amid a collect: what is finished is in the journal, and no engine generates it again."""
+    several_rounds = (*REHEARSED, "iterations=4", "checkpoint.every=9", "rollout.slots_per_engine=4")
+    unbroken = workspace.train(*several_rounds, "name=whole")
+    run = workspace.open(*several_rounds, "inference.seconds_per_token=0.3", "store.unfinished_seconds=0.1")
+    journal = Journal(workspace.store, run.run_id, 0.1)
+
+    def stop_the_second_collect() -> None:
+        wait_until(lambda: any(group >= 4 for group, _ in journal.read()), "part of iteration 2 is generated")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with workspace.when_committed(1, stop_the_second_collect):
+        stopped = workspace.run_leg(run)
+    assert (stopped.ending, stopped.last_iteration) == (LegEnding.PREEMPTED, 1)
+    assert [checkpoint.iteration for checkpoint in workspace.checkpoints()] == [0, 1]
+    kept = journal.read()
+    assert 0 < len(kept) < 16
+
+    assert workspace.run_leg(run, leg=2).ending is LegEnding.FINISHED
+    after = workspace.chain()
+    assert differences(unbroken, after) == ()
+    assert after[2].collected is not None
+    trace = decode_trace(workspace.store.get(after[2].collected.trace))
+    generated_again = {(each.problem, each.attempt) for each in trace if any(span.engine for span in each.spans)}
+    assert generated_again.isdisjoint(kept)
+    assert len(generated_again) + len(kept) == 16
+
+
+@pytest.mark.exhaustive
+def test_a_leg_that_is_told_to_stop_skips_an_evaluation_and_the_next_leg_makes_it(workspace):
+    """The iteration is not committed without its evaluation: the next leg takes its rollouts from the stage cache."""
+    unbroken = workspace.train(*REHEARSED, "name=whole", "iterations=4", "evaluation.every=2")
+    run = workspace.open(*REHEARSED, "iterations=4", "evaluation.every=2", "training.seconds_per_token=0.01")
+    stages = workspace.folder / "roll-data/work/tiny-1/leg-1/stages.jsonl"
+
+    def stop_in_the_update() -> None:
+        wait_until(lambda: '"update 2"' in stages.read_text(), "the update of iteration 2 begins")
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    with workspace.when_committed(1, stop_in_the_update):
+        stopped = workspace.run_leg(run)
+    assert (stopped.ending, stopped.last_iteration) == (LegEnding.WALLTIME, 1)
+    assert [checkpoint.iteration for checkpoint in workspace.checkpoints()] == [0], "another policy was checkpointed as 1"
+    assert workspace.run_leg(run, leg=2).ending is LegEnding.FINISHED
+    after = workspace.chain()
+    assert differences(unbroken, after) == ()
+    assert '"collect 2"' not in (stages.parent.parent / "leg-2/stages.jsonl").read_text(), "iteration 2 was collected again"

@@ -14,7 +14,7 @@ from infra.slurm.node import NodeReport
 from infra.slurm.queue import FORGOTTEN, JobState
 from infra.slurm.slurm import SlurmLauncher, read_end
 from roll_core.config.operations.legs import LegsConfig, SlurmLauncherConfig
-from roll_core.errors import ArtifactDamaged, DeviceFault, FailureClass, RoleDied
+from roll_core.errors import ArtifactDamaged, DeviceFault, FailureClass, LegInterrupted, RoleDied
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.runs import open_run, read_chain
 from roll_core.types.leg import LegEnded, LegEnding
@@ -106,6 +106,12 @@ def test_the_ending_of_a_leg_without_a_result_has_the_last_committed_iteration(t
     read = read_ending(JobEnd(LegEnding.NODE_FAIL, None, "n1 is gone", ("n1",)), run, leg=2)
     assert (read.ending, read.last_iteration, read.lost_nodes) == (LegEnding.NODE_FAIL, -1, ("n1",))
     assert read_ending(JobEnd(None, None, "died"), run, leg=2).ending is LegEnding.FAILED
+
+
+def test_a_leg_that_was_told_to_stop_while_it_recovered_was_preempted(tmp_path):
+    config = tiny_config(tmp_path)
+    run = open_run(ObjectStore(config.store.uri), config)
+    assert leg_failed(run, 1, LegInterrupted("prepare was left")).ending is LegEnding.PREEMPTED
 
 
 # ----------------------------------------------------------------------------------------------- whether another leg follows

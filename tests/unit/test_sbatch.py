@@ -1,5 +1,7 @@
 """Batch scripts that run legs without a flow: `roll sbatch` prints them, also on a machine without SLURM."""
 
+import re
+
 from flows import cli
 from tests.support import ROOT
 
@@ -53,6 +55,12 @@ def test_a_plan_shows_legs_nodes_placement_and_the_script(capsys):
     text = "\n".join(printed(capsys, "plan", "configs/runs/qwen3-moe-30b.yaml"))
     for part in ("8 node(s) x 8 cuda", "32 rank(s) on devices 0-31", "slurm, 1440 min each", "#SBATCH --nodes=8", "srun"):
         assert part in text
+
+
+def test_a_plan_states_how_long_a_leg_that_is_told_to_stop_takes(capsys):
+    text = "\n".join(printed(capsys, "plan", "configs/runs/qwen3-moe-30b.yaml"))
+    update, stop = (float(re.search(pattern, text)[1]) for pattern in (r"\+ update (\d+)", r"a leg needs up to (\d+) s"))  # type: ignore[index]
+    assert update <= stop < 2 * update
 
 
 def test_commands_that_need_slurm_are_refused_without_it_in_one_sentence(capsys, monkeypatch):

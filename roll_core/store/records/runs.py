@@ -118,8 +118,7 @@ def read_chain(store: ObjectStore, run_id: str) -> list[Manifest]:
     The chain of a fork begins with its parent's manifests, up to the iteration it was forked from. Any manifest that is
     damaged, or missing before the newest, raises ArtifactDamaged: a silently shorter chain would train iterations again.
     """
-    stems = (name.removesuffix(".json") for name in store.list(f"runs/{run_id}/iterations"))
-    length = 1 + max((int(stem) for stem in stems if stem.isdigit()), default=-1)
+    length = _own_length(store, run_id)
     chain = _parent_chain(store, run_id)
     for manifest in map_in_order(partial(read_manifest, store, run_id), range(len(chain), length), MANIFESTS_IN_FLIGHT):
         name = _manifest_name(run_id, len(chain))
@@ -135,12 +134,32 @@ def read_chain(store: ObjectStore, run_id: str) -> list[Manifest]:
     return chain
 
 
+def next_iteration(store: ObjectStore, run_id: str) -> int:
+    """Number of the iteration after the newest committed one. Reads no manifest, so that it may be of another version of
+    roll."""
+    if length := _own_length(store, run_id):
+        return length
+    origin = _origin(store, run_id)
+    return 0 if origin is None else origin["iteration"] + 1
+
+
+def _own_length(store: ObjectStore, run_id: str) -> int:
+    """Number after that of the newest manifest that a run, and not its parent, committed; 0 if there is none."""
+    stems = (name.removesuffix(".json") for name in store.list(f"runs/{run_id}/iterations"))
+    return 1 + max((int(stem) for stem in stems if stem.isdigit()), default=-1)
+
+
+def _origin(store: ObjectStore, run_id: str) -> dict[str, Any] | None:
+    """Run and iteration that a run was forked from; None if it is not a fork or has no config."""
+    try:
+        return json.loads(read_sealed(store, _config_name(run_id))).get("forked_from")
+    except FileNotFoundError:
+        return None
+
+
 def _parent_chain(store: ObjectStore, run_id: str) -> list[Manifest]:
     """Manifests that a fork inherits from its parent; empty if the run is not a fork or has no config."""
-    try:
-        origin = json.loads(read_sealed(store, _config_name(run_id))).get("forked_from")
-    except FileNotFoundError:
-        return []
+    origin = _origin(store, run_id)
     if origin is None:
         return []
     inherited = read_chain(store, origin["run_id"])[: origin["iteration"] + 1]
