@@ -42,6 +42,9 @@ SCHEDULER = "rollout scheduler"
 MAX_REPLACEMENTS = 3
 """Rounds of replacing dead engines and reward workers in one stage. A round happens when a stage fails because no engine or
 no reward worker is left. After the last round the leg ends."""
+MAX_REWARD_REPLACEMENTS = 30
+"""Rounds of replacing reward workers alone in one stage. An answer that kills its reward worker costs three of them before
+it counts as failed: with one reward worker, about ten such answers in a stage end the leg."""
 ELASTIC_POLL_S = 2.0
 """Seconds between two polls for engines on elastic nodes (`legs.elastic`) while a stage runs."""
 
@@ -344,17 +347,19 @@ class Fleet:
         The scheduler enforces the deadline, since it knows which role is late. The wait here is 10 % longer and only covers
         the scheduler's own death.
         """
-        for _ in range(MAX_REPLACEMENTS):
+        num_rounds = 0
+        while True:
             try:
                 reply = call()
                 self._add_elastic_engines_until(reply, version, deadline_s)
                 return self._wait_for_scheduler(reply, stage, 1.1 * deadline_s)
             except RoleDied:
                 dead = self._worker_pool.dead()
-                if not dead:
+                limit = MAX_REPLACEMENTS if self._worker_pool.engines(dead) else MAX_REWARD_REPLACEMENTS
+                if not dead or num_rounds == limit:
                     raise
+                num_rounds += 1
                 self._replace(dead, self._publisher.current_weights(version))
-        return self._wait_for_scheduler(call(), stage, 1.1 * deadline_s)
 
     def _add_elastic_engines_until(self, reply: ray.ObjectRef, version: int, deadline_s: float) -> None:
         """Add engines on elastic nodes until the scheduler has replied, so that the running stage ends sooner."""
