@@ -1,5 +1,6 @@
 """Helpers of many tests and of some benchmarks: a tiny config, random samples, a finished trajectory, deadlines."""
 
+import asyncio
 import contextlib
 import os
 import random
@@ -14,6 +15,8 @@ import yaml
 from roll_core.config.load import validate_config
 from roll_core.config.run import RunConfig
 from roll_core.config.training.training import BackendKind
+from roll_core.rollout.in_process import Grader
+from roll_core.rollout.router import Grade, GradingItem
 from roll_core.types.sample import Sample
 from roll_core.types.trajectory import Ending, Failure, Score, Trajectory, Turn
 
@@ -120,3 +123,13 @@ def free_ports(count: int) -> list[int]:
         for probe in probes:
             probe.bind(("127.0.0.1", 0))
         return [probe.getsockname()[1] for probe in probes]
+
+
+def grades_of(grader: Grader, items: list[GradingItem]) -> list[Grade]:
+    """Grades that a grader returns, in the order of the items."""
+
+    async def grade() -> dict[int, Grade]:
+        return {index: grade async for grades in grader.grade(items) for index, grade in grades}
+
+    grades = asyncio.run(grade())
+    return [grades[index] for index in range(len(items))]

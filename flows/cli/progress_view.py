@@ -17,6 +17,8 @@ MIN_STAGE_SECONDS = 0.02
 """Shortest stage a row names, in seconds: a terminal is too narrow for all of them."""
 BAR_CELLS = 12
 """Width in characters of the bar that shows the mean reward."""
+IDLE_NOTE_EVERY = 20
+"""Iterations without a learning signal, one after the other, after which the terminal says so again."""
 HEADER = "iter  reward             held-out   tok/s  seconds  of which"
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -55,6 +57,9 @@ class RunView(logging.Handler):
         self._bar = self.progress.add_task("starting Prefect, Ray and the models", total=config.iterations)
         self._accuracy: float | None = None
         self._num_rows = 0
+        self._compares_groups = config.algorithm.compares_groups
+        self._num_idle = 0
+        """Iterations without a learning signal, up to the newest."""
 
     def emit(self, record: logging.LogRecord) -> None:
         manifest: Manifest | None = record.__dict__.get("manifest")
@@ -69,7 +74,26 @@ class RunView(logging.Handler):
             self.progress.console.print(HEADER, style="dim", highlight=False)
         self._num_rows += 1
         self.progress.console.print(iteration_row(manifest, self._accuracy), highlight=False, soft_wrap=True)
+        self._note_if_idle(manifest)
         self.progress.update(self._bar, completed=manifest.iteration, description=f"{manifest.run_id}")
+
+    def _note_if_idle(self, manifest: Manifest) -> None:
+        """Print a line if an iteration taught nothing: for the first of such iterations, and again every
+        `IDLE_NOTE_EVERY`."""
+        is_idle = self._compares_groups and manifest.metrics.get("reward/informative_groups") == 0.0
+        self._num_idle = self._num_idle + 1 if is_idle else 0
+        if is_idle and self._num_idle % IDLE_NOTE_EVERY == 1:
+            self.progress.console.print(idle_note(manifest), highlight=False, soft_wrap=True)
+
+
+def idle_note(manifest: Manifest) -> str:
+    """One line about an iteration without a learning signal, and what to do about it."""
+    metrics = manifest.metrics
+    wanted = "harder" if metrics["accuracy/train"] > 0.5 else "easier"
+    return (
+        f"[yellow]nothing is learned in iteration {manifest.iteration}[/]: within each group all rewards are equal (mean "
+        f"{metrics['reward/mean']:g}): choose {wanted} problems, give partial credit, or raise rollout.group_size"
+    )
 
 
 def iteration_row(manifest: Manifest, accuracy: float | None) -> str:

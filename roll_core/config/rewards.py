@@ -7,7 +7,24 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from roll_core.config.base import Section, Unit
 
 
-class ExactMatch(Section):
+class InProcessGrading(Section):
+    """Grading in the reward worker's own process."""
+
+    deadline_seconds: PositiveFloat = 60.0
+    """Longest time to grade one answer, in seconds. Then the trajectory counts as failed, not as wrong, and the others go
+    on. The default is ample for a local function and for one request to a judge. A function that blocks its process cannot
+    be stopped so: `deadlines.heartbeat` ends the process."""
+    concurrency: Annotated[PositiveInt, Unit("answers")] = 32
+    """Answers that a reward worker grades at once. It matters for rewards that wait, such as for a judge: raise it if
+    grading is slow and the service has room, lower it if the service refuses requests."""
+
+    @property
+    def at_once(self) -> int:
+        """Answers that a reward worker grades at once."""
+        return self.concurrency
+
+
+class ExactMatch(InProcessGrading):
     """Text comparison: right if the answer, stripped of white space, equals the expected one to the letter."""
 
     kind: Literal["exact_match"] = "exact_match"
@@ -16,7 +33,7 @@ class ExactMatch(Section):
     model is too seldom right to learn."""
 
 
-class NumberMatch(Section):
+class NumberMatch(InProcessGrading):
     """Number comparison: right if the last number in the answer equals the expected number."""
 
     kind: Literal["number_match"] = "number_match"
@@ -32,6 +49,11 @@ class SubprocessGrading(Section):
     as wrong."""
     processes: Annotated[PositiveInt, Unit("processes")] = 2
     """Answers that a reward worker grades at once, each in its own process."""
+
+    @property
+    def at_once(self) -> int:
+        """Answers that a reward worker grades at once."""
+        return self.processes
 
 
 class MathVerify(SubprocessGrading):

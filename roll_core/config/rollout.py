@@ -68,7 +68,8 @@ class RolloutConfig(Section):
     """Groups to leave out of training and replace; null trains on every group."""
     max_draws: Annotated[float, Unit("times num_groups")] = Field(default=8.0, ge=1.0)
     """Most problems an iteration may draw, as a multiple of num_groups; those drawn ahead are not counted. The iteration
-    fails when they are used up. Only with `rollout.filter`."""
+    fails when they are used up. More than num_groups are drawn if `rollout.filter` leaves groups out, or if a prompt is too
+    long or cannot be rendered."""
     redundant_groups: Annotated[NonNegativeInt, Unit("problems")] = 0
     """Extra problems in flight: the first num_groups to complete are trained on, the rest is aborted. Shortens the wait for
     the slowest; the choice then depends on timing and favours short completions."""

@@ -1,9 +1,7 @@
 """Completions in flight and checks of requests, shared by the engines that have a model."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.types.routing import RoutedExperts
@@ -53,19 +51,3 @@ def check_request(request: GenerationRequest, max_positions: int, vocab_size: in
         raise ValueError(
             f"request {request.request_id} may reach {longest} tokens, but model.max_positions is {max_positions}"
         )
-
-
-async def as_they_finish(generating: Iterable[Coroutine[Any, Any, Completion]]) -> AsyncIterator[list[Completion]]:
-    """Run the coroutines concurrently and yield completions as they finish. Completions that finish together come in one
-    list."""
-    finished: asyncio.Queue[asyncio.Task[Completion]] = asyncio.Queue()
-    tasks = [asyncio.create_task(one) for one in generating]
-    for task in tasks:
-        task.add_done_callback(finished.put_nowait)
-    num_pending = len(tasks)
-    while num_pending:
-        batch = [await finished.get()]
-        while not finished.empty():
-            batch.append(finished.get_nowait())
-        num_pending -= len(batch)
-        yield [task.result() for task in batch]

@@ -141,7 +141,11 @@ class TorchEngine:
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append(_DecodingSequence(request, done, self._recorder))
         self._ensure_stepping()
-        return await done
+        try:
+            return await done
+        except asyncio.CancelledError:
+            await self.abort(request.request_id)  # its slot is free for a request that somebody awaits
+            raise
 
     async def abort(self, *request_ids: str) -> None:
         for sequence in [*self._waiting, *self._running]:

@@ -1,6 +1,7 @@
 """Checks of a config that need the machine or the store: files, folders, devices, prompt lengths, checkpoints. Each error
 names its key."""
 
+import logging
 import shutil
 from pathlib import Path
 
@@ -24,10 +25,14 @@ from roll_core.planning.memory import device_memory_gb
 from roll_core.planning.model_shape import shape_of
 from roll_core.rewards.base import build_reward
 from roll_core.rollout.filter import build_filter
+from roll_core.rollout.posing import PromptRoom, pose
 from roll_core.rollout.renderer import build_renderer
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.checkpoints import checkpoint_iterations
 from roll_core.store.records.runs import find_run, read_config
+from roll_core.types.trajectory import Failure
+
+log = logging.getLogger(__name__)
 
 
 def check_ready(config: RunConfig) -> None:
@@ -44,7 +49,7 @@ def check_ready(config: RunConfig) -> None:
     _check_engine(config)
     check_fits(config)
     build_reward(config.reward)  # raises if a package is missing
-    _check_prompts(config)
+    check_prompts(config)
     _check_domains(config)
     if config.rollout.filter is not None:
         build_filter(config.rollout.filter)  # raises if its predicate cannot be imported
@@ -145,21 +150,24 @@ def check_fits(config: RunConfig) -> None:
         check_memory(config, shape, device_gb)
 
 
-def _check_prompts(config: RunConfig) -> None:
-    """Raise UserError if a prompt cannot be rendered or is too long. Renders every held-out problem, and as many training
-    problems as one iteration takes."""
+def check_prompts(config: RunConfig) -> None:
+    """Raise UserError if no prompt can be posed. Poses every held-out problem, and as many training problems as one
+    iteration takes. Some that cannot be posed are only reported: a run goes on without them."""
     source, renderer = build_source(config.problems, config.seed), build_renderer(config.model)
-    problems = source.held_out(config.evaluation.num_problems)
-    problems += [source.problem(index) for index in range(config.rollout.num_groups)]
-    for problem in problems:
-        try:
-            num_tokens = len(renderer.prompt(problem.messages))
-        except ValueError as error:
-            raise UserError(f"problems: {problem.problem_id} cannot be rendered: {error}") from None
-        if num_tokens + config.rollout.max_new_tokens > config.model.max_positions:
-            raise UserError(
-                f"model.max_positions ({config.model.max_positions}) is too small for problem {problem.problem_id}: "
-                f"its prompt has {num_tokens} tokens, and rollout.max_new_tokens adds {config.rollout.max_new_tokens}"
+    room = PromptRoom(config.model.max_positions, config.rollout.max_new_tokens)
+    looked_at = {
+        "held-out": source.held_out(config.evaluation.num_problems),
+        "training": [source.problem(index) for index in range(config.rollout.num_groups)],
+    }
+    for which, problems in looked_at.items():
+        posed = (pose(problem, renderer, room) for problem in problems)
+        failures = [prompt for prompt in posed if isinstance(prompt, Failure)]
+        if failures and len(failures) == len(problems):
+            raise UserError(f"problems: none of {len(problems)} {which} problems can be posed: {failures[0].cause}")
+        if failures:
+            log.warning(
+                "problems: %d of %d %s problems cannot be posed, the first: %s",
+                *(len(failures), len(problems), which, failures[0].cause),
             )
 
 

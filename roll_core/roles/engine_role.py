@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from roll_core.concurrency import as_they_finish
 from roll_core.config.inference import RehearsalInference, TorchInference, VllmInference
 from roll_core.config.run import RunConfig
 from roll_core.errors import EngineDied
-from roll_core.inference.completions import as_they_finish
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.roles.process import freeze_garbage_collector, naming_device
 from roll_core.roles.ray_weights import RayWeights

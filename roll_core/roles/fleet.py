@@ -42,6 +42,9 @@ SCHEDULER = "rollout scheduler"
 MAX_REPLACEMENTS = 3
 """Rounds of replacing dead engines and reward workers in one stage. A round happens when a stage fails because no engine or
 no reward worker is left. After the last round the leg ends."""
+MAX_REWARD_REPLACEMENTS = 30
+"""Rounds of replacing reward workers alone in one stage. An answer that kills its reward worker costs three of them before
+it counts as failed: with one reward worker, about ten such answers in a stage end the leg."""
 STAGE_POLL_S = 1.0
 """Seconds between two polls, while engines generate, for a signal and for engines on elastic nodes (`legs.elastic`)."""
 STOP_ROLLOUTS_S = 30.0
@@ -368,15 +371,17 @@ class Fleet:
         The scheduler enforces the deadline, since it knows which role is late. The wait here is 10 % longer and only covers
         the scheduler's own death.
         """
-        for _ in range(MAX_REPLACEMENTS):
+        num_rounds = 0
+        while True:
             try:
                 return self._attended_reply(call(), version, stage, deadline_s)
             except RoleDied:
                 dead = self._worker_pool.dead()
-                if not dead:
+                limit = MAX_REPLACEMENTS if self._worker_pool.engines(dead) else MAX_REWARD_REPLACEMENTS
+                if not dead or num_rounds == limit:
                     raise
+                num_rounds += 1
                 self._replace(dead, self._publisher.current_weights(version))
-        return self._attended_reply(call(), version, stage, deadline_s)
 
     def _attended_reply(self, reply: ray.ObjectRef, version: int, stage: str, deadline_s: float) -> Any:
         """Wait for the scheduler's reply to a stage that generates. Until then add engines on elastic nodes, so that the

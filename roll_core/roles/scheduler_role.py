@@ -20,6 +20,7 @@ from roll_core.roles.waiting import LOST_ROLE_ERRORS
 from roll_core.rollout import metrics
 from roll_core.rollout.journal import Journal
 from roll_core.rollout.renderer import build_renderer
+from roll_core.rollout.router import Grade, GradingItem
 from roll_core.rollout.scheduler import RolloutScheduler
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.rollouts import encode_trajectories
@@ -27,7 +28,7 @@ from roll_core.store.records.traces import encode_trace
 from roll_core.store.write_behind import WriteBehind
 from roll_core.types.manifest import Collected, CollectRequest, Evaluated
 from roll_core.types.refs import ArtifactKind, ArtifactRef, RunRef
-from roll_core.types.trajectory import Failure, Problem, Score, Trajectory
+from roll_core.types.trajectory import Trajectory
 
 R = TypeVar("R")
 
@@ -79,29 +80,41 @@ class RemoteGrader:
     name: str
     actor: ActorHandle
 
-    async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure | RewardUnavailable]:
-        """Return one result per item, in order."""
+    async def grade(self, items: list[GradingItem]) -> AsyncIterator[list[tuple[int, Grade]]]:
+        """Yield (index of the item, its grade) as items are graded, several at a time."""
         try:
-            return await self.actor.grade.remote(items)
-        except ray.exceptions.RayActorError:
+            async for graded in self.actor.grade.options(num_returns="streaming").remote(items):
+                yield await graded
+        except LOST_ROLE_ERRORS:
             raise RoleDied(f"{self.name} died while grading") from None
+
+    async def ping(self) -> None:
+        """Return once the reward worker responds: it does not while a reward blocks it."""
+        try:
+            await self.actor.ping.remote()
+        except ray.exceptions.RayActorError:
+            raise RoleDied(f"{self.name} died") from None
+
+    def kill(self) -> None:
+        """Kill the reward worker's actor."""
+        ray.kill(self.actor)
 
 
 class SchedulerRole:
     """Ray actor that holds the rollout scheduler, writes its batches to the store by way of a spool on disk, and pings
-    engines."""
+    engines and reward workers."""
 
     def __init__(
         self, config: RunConfig, run: RunRef, scratch: Path, engines: list[RemoteEngine], graders: list[RemoteGrader]
     ):
         self._config = config
         self._engines = {engine.name: engine for engine in engines}
-        self._graders = graders
+        self._graders = {grader.name: grader for grader in graders}
         store = ObjectStore(run.store_uri, config.store.retry_seconds)
         self._spool = WriteBehind(store, scratch / "spool", config.store.spool_megabytes * 10**6)
         self._journal = Journal(store, run.run_id, config.store.unfinished_seconds)
         self._heartbeat_task: asyncio.Task[None] | None = None
-        """Pings engines in the background; None until weights were first published."""
+        """Pings engines and reward workers in the background; None until weights were first published."""
         self._stage: asyncio.Task[Any] | None = None
         """Collect or evaluation in progress, if any."""
         self._results: dict[str, tuple[Collected, list[ray.ObjectRef]]] = {}
@@ -115,10 +128,11 @@ class SchedulerRole:
         self._scheduler = RolloutScheduler(
             config.rollout,
             seed=config.seed,
+            max_positions=config.model.max_positions,
             source=build_source(config.problems, config.seed),
             renderer=build_renderer(config.model),
             engines=list(self._engines.values()),
-            graders=self._graders,
+            graders=list(self._graders.values()),
             num_iterations=config.iterations,
             greedy_baseline=config.algorithm.samples_greedily,
             finished=await asyncio.to_thread(self._journal.read),
@@ -183,8 +197,8 @@ class SchedulerRole:
             self._stage = None
 
     async def on_adopted(self, version: int) -> None:
-        """Record that every engine generates with this weights version. From the first call on, silent engines are
-        killed."""
+        """Record that every engine generates with this weights version. From the first call on, silent engines and reward
+        workers are killed."""
         if self._heartbeat_task is None:
             self._heartbeat_task = asyncio.create_task(self._check_heartbeats())
             if self._scheduler.drop_newer_than(version):
@@ -202,6 +216,7 @@ class SchedulerRole:
     async def add_workers(self, engines: list[RemoteEngine], graders: list[RemoteGrader]) -> None:
         """Add new engines and reward workers, or replacements of dead ones of the same name."""
         self._engines |= {engine.name: engine for engine in engines}
+        self._graders |= {grader.name: grader for grader in graders}
         self._scheduler.add_workers(engines, graders)
 
     async def on_committed(self, next_problem: int) -> None:
@@ -209,12 +224,19 @@ class SchedulerRole:
         await asyncio.to_thread(self._journal.forget_before, next_problem)
 
     async def evaluate(self, weights_version: int) -> Evaluated:
-        """Generate greedily on held-out problems; return the accuracy. All tokens must be of this weights version."""
+        """Generate greedily on held-out problems; return the accuracy, in which a failed grade counts as wrong. All tokens
+        must be of this weights version."""
         num_problems = self._config.evaluation.num_problems
         evaluating = self._scheduler.evaluate(num_problems, self._config.deadlines.evaluate)
         trajectories = await self._interruptible(evaluating, f"evaluate version {weights_version}")
         refuse_if_none_graded(trajectories, f"evaluate version {weights_version}")
         refuse_other_weights(trajectories, weights_version)
+        failures = [t.failure for t in trajectories if t.failure is not None]
+        if failures:
+            log.warning(
+                "evaluate version %d: %d of %d answers have no grade and count as wrong, the first: %s",
+                *(weights_version, len(failures), len(trajectories), failures[0].cause),
+            )
         return Evaluated(
             weights_version=weights_version,
             num_problems=num_problems,
@@ -222,30 +244,31 @@ class SchedulerRole:
             trajectories=await self._spool_trajectories(trajectories),
             metrics={
                 "accuracy/held_out": metrics.accuracy(trajectories),
-                "accuracy/held_out_failed": float(sum(t.score is None for t in trajectories)),
+                "accuracy/held_out_failed": float(len(failures)),
             },
         )
 
     async def _check_heartbeats(self) -> None:
-        """Ping all engines, four times per `deadlines.heartbeat`, for the life of the leg."""
+        """Ping all engines and reward workers, four times per `deadlines.heartbeat`, for the life of the leg."""
         while True:
             await asyncio.sleep(self._config.deadlines.heartbeat / 4)
-            await asyncio.gather(*(self._kill_if_silent(engine) for engine in self._engines.values()))
+            workers: list[RemoteEngine | RemoteGrader] = [*self._engines.values(), *self._graders.values()]
+            await asyncio.gather(*(self._kill_if_silent(worker) for worker in workers))
 
-    async def _kill_if_silent(self, engine: RemoteEngine) -> None:
-        """Kill the engine if it does not reply within `deadlines.heartbeat` seconds. Its attempts then go to other engines,
-        as if it had died."""
+    async def _kill_if_silent(self, worker: RemoteEngine | RemoteGrader) -> None:
+        """Kill an engine or reward worker that does not reply within `deadlines.heartbeat` seconds. Its work then goes to
+        others, as if it had died."""
         deadline_s = self._config.deadlines.heartbeat
         try:
             async with asyncio.timeout(deadline_s):
-                await engine.ping()
+                await worker.ping()
         except TimeoutError:
-            log.warning("deadlines.heartbeat: %s did not answer for %.0f s: it is ended", engine.name, deadline_s)
-            engine.kill()
+            log.warning("deadlines.heartbeat: %s did not answer for %.0f s: it is ended", worker.name, deadline_s)
+            worker.kill()
         except RoleDied:
             pass  # the next call to it raises RoleDied, too
         except Exception:
-            log.exception("%s could not be asked whether it is there", engine.name)
+            log.exception("%s could not be asked whether it is there", worker.name)
 
     async def wait_until_stored(self, artifacts: list[ArtifactRef]) -> None:
         """Wait until these artifacts are in the store, at most `deadlines.store` seconds for each."""

@@ -324,6 +324,7 @@ class TrainerRank:
         """Imitate demonstrations for the optimizer steps that `warm_start` configures."""
         from roll_core.batching.samples import demonstration_sample
         from roll_core.data.problem_source import build_source
+        from roll_core.rollout.posing import render_demonstration
         from roll_core.rollout.renderer import build_renderer
 
         config, plan = self._config, self._config.warm_start
@@ -331,10 +332,11 @@ class TrainerRank:
         source, renderer = build_source(config.problems, config.seed), build_renderer(config.model)
 
         def demonstrations(step: int) -> list[Sample]:
-            shown = (source.demonstration(step * plan.batch_size + i) for i in range(plan.batch_size))
-            return [
-                demonstration_sample(renderer.prompt(d.problem.messages), renderer.completion(d.completion)) for d in shown
-            ]
+            shown = [source.demonstration(step * plan.batch_size + i) for i in range(plan.batch_size)]
+            rendered = [r for d in shown if (r := render_demonstration(d, renderer)) is not None]
+            if not rendered:
+                raise RollError(f"warm_start: none of the {len(shown)} demonstrations of step {step} can be rendered")
+            return [demonstration_sample(prompt_ids, completion_ids) for prompt_ids, completion_ids in rendered]
 
         return {"warm_start/loss": self._learner.imitate(demonstrations, plan.optimizer, plan.steps)}
 

@@ -4,14 +4,13 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from roll_core.concurrency import as_they_finish
 from roll_core.config.run import RunConfig
 from roll_core.data.problem_source import build_source
-from roll_core.errors import RewardUnavailable
-from roll_core.inference.completions import as_they_finish
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.rollout.renderer import build_renderer
+from roll_core.rollout.router import Grade, GradingItem
 from roll_core.rollout.scheduler import RolloutScheduler
-from roll_core.types.trajectory import Failure, Problem, Score, Trajectory
 
 if TYPE_CHECKING:
     from roll_core.inference.base import InferenceEngine
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 class Grader(Protocol):
     """Protocol of a grader in this process, such as `RewardRole`."""
 
-    async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure | RewardUnavailable]: ...
+    def grade(self, items: list[GradingItem]) -> AsyncIterator[list[tuple[int, Grade]]]: ...
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,8 @@ class LocalGrader:
     name: str
     grader: Grader
 
-    async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure | RewardUnavailable]:
-        return await self.grader.grade(items)
+    def grade(self, items: list[GradingItem]) -> AsyncIterator[list[tuple[int, Grade]]]:
+        return self.grader.grade(items)
 
 
 def scheduler_in_process(config: RunConfig, engine: "InferenceEngine", grader: Grader) -> RolloutScheduler:
@@ -54,6 +53,7 @@ def scheduler_in_process(config: RunConfig, engine: "InferenceEngine", grader: G
     return RolloutScheduler(
         config.rollout,
         seed=config.seed,
+        max_positions=config.model.max_positions,
         source=build_source(config.problems, config.seed),
         renderer=build_renderer(config.model),
         engines=[LocalEngine("engine", engine)],

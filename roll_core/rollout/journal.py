@@ -27,6 +27,8 @@ RETRY_PAUSE_S = 5.0
 
 log = logging.getLogger(__name__)
 
+_WHOLE = (Ending.STOP, Ending.LENGTH)
+"""Endings of trajectories that are generated to their end."""
 _NAME = re.compile(r"\d+-(?P<last>\d+)-(?P<digest>[0-9a-f]+)\.parquet")
 
 
@@ -108,8 +110,8 @@ class Journal:
     async def _write(self) -> bool:
         """Write the pending trajectories; False if the store failed and they have to be retried."""
         pending, self._pending = self._pending, {}
-        # Failures are cleared, so that the next leg grades again; aborted trajectories are left out, to be generated again.
-        whole = [replace(pending[p], failure=None) for p in sorted(pending) if pending[p].ending is not Ending.ABORTED]
+        # Failures are cleared, so that the next leg grades again; trajectories without an end are left out and made again.
+        whole = [replace(pending[p], failure=None) for p in sorted(pending) if pending[p].ending in _WHOLE]
         if not whole:
             return True
         try:

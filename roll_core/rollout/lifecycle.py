@@ -3,6 +3,7 @@ r"""State machine of every attempt at every problem of a stream: events go in, w
     queued -> generating -> generated -> grading -> graded | failed      its group: accepted | filtered | failed -> trained
       ^ \________|_______________________________ aborted (by way of aborting, while an engine has it)
       |__________|  lost with an engine, or interrupted: it resumes from the tokens it has
+    queued -> failed  its problem cannot be posed: the prompt is too long, or cannot be rendered
 
 The state machine performs no calls, does not wait and reads no clock. Its driver (`stream.py`, the tests) reports each event
 and its time. Every step costs the same however many attempts are in flight. A group is judged the moment it is complete. A
@@ -57,7 +58,7 @@ class Phase(StrEnum):
 
 
 NEXT = {
-    Phase.QUEUED: {Phase.GENERATING, Phase.ABORTED, Phase.ABANDONED},
+    Phase.QUEUED: {Phase.GENERATING, Phase.FAILED, Phase.ABORTED, Phase.ABANDONED},
     Phase.GENERATING: {Phase.GENERATED, Phase.QUEUED, Phase.ABORTING, Phase.ABANDONED},
     Phase.GENERATED: {Phase.GRADING, Phase.GRADED, Phase.FAILED, Phase.ABORTED, Phase.ABANDONED},
     Phase.GRADING: {Phase.GRADED, Phase.FAILED, Phase.GENERATED, Phase.ABORTED, Phase.ABANDONED},
@@ -97,6 +98,9 @@ class StreamSpec:
     """Maximum problems drawn for one batch, beside those drawn ahead; None is unlimited."""
     is_useful: IsUseful | None = None
     """Group filter. None accepts every group, also one without a single grade."""
+    replaces_unposed: bool = True
+    """True replaces a group whose problem cannot be posed by the next problem. False accepts it, with failed attempts: an
+    evaluation has no other problems."""
 
     @property
     def max_staleness(self) -> int:
@@ -299,6 +303,13 @@ class Lifecycle:
             self._move(attempt, Phase.QUEUED, now)
             self._queue.appendleft(attempt)
 
+    def unposed(self, number: int, now: float) -> None:
+        """Report that the problem of a group cannot be posed: its attempts, all still queued, fail."""
+        group = self._groups[number]
+        for attempt in group.attempts:
+            self._move(attempt, Phase.FAILED, now)
+        self._decide(group, DrawOutcome.FAILED if self.spec.replaces_unposed else DrawOutcome.TRAINED, now)
+
     def graded(self, attempt_id: AttemptId, reward: float | None, now: float) -> None:
         """Report a grade, or None if grading failed for good. Ignored if the group was decided before."""
         attempt = self._attempts.get(attempt_id)
@@ -450,10 +461,14 @@ class Lifecycle:
             if attempt.attempt_id[1] != GREEDY_ATTEMPT:
                 self._abort(attempt, now)
         if not group.awaits_greedy:
-            self._close(group, self._judge(group))
-            if self.is_full:
-                self._lookahead.batch_ready(now)
-            self._draw(now)
+            self._decide(group, self._judge(group), now)
+
+    def _decide(self, group: GroupState, outcome: DrawOutcome, now: float) -> None:
+        """Close a group, and draw what its outcome makes room for."""
+        self._close(group, outcome)
+        if self.is_full:
+            self._lookahead.batch_ready(now)
+        self._draw(now)
 
     def _judge(self, group: GroupState) -> DrawOutcome:
         """Outcome by rewards in attempt order, so that floating-point sums do not depend on which attempt finished first."""

@@ -74,8 +74,8 @@ def page_metrics(page: LedgerPage) -> Metrics:
 
 
 def accuracy(trajectories: Sequence[Trajectory]) -> float:
-    """Share of correct answers among the graded trajectories; trajectories without a grade are not counted."""
-    return _mean([t.score.correct for t in trajectories if t.score is not None])
+    """Share of correct answers among all trajectories of an evaluation; one without a grade counts as wrong."""
+    return _mean([t.score is not None and t.score.correct for t in trajectories])
 
 
 def _informative_share(trajectories: Sequence[Trajectory]) -> float:

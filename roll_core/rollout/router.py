@@ -7,6 +7,7 @@ alone, so rerouting does not change them. Results and failures are emitted as th
 """
 
 import asyncio
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,6 +25,11 @@ slot plus one refill, which waits there, so that a free slot is filled without a
 that calls stay few."""
 SMOOTHING = 0.01
 """Weight of the newest completion in the moving average of completion lengths: a window of about 100 completions."""
+
+MAX_GRADER_DEATHS = 3
+"""Graders that may die with one trajectory; then its grade counts as failed. A grader dies of a reward that crashes it, or
+that blocks it for `deadlines.heartbeat`, and by chance. After the first death the trajectory is graded alone, so that only
+the one at fault goes on to the third."""
 
 GradingItem = tuple[Problem, Trajectory]
 """Trajectory to grade, with its problem."""
@@ -52,8 +58,9 @@ class GraderClient(Protocol):
     @property
     def name(self) -> str: ...
 
-    async def grade(self, items: list[GradingItem]) -> list[Grade]:
-        """Return one grade per item, in order. An outage is returned, not raised: the other items keep their grades."""
+    def grade(self, items: list[GradingItem]) -> AsyncIterator[list[tuple[int, Grade]]]:
+        """Yield (index of the item, its grade) in the order items are graded, several at a time. An outage is a grade, not
+        raised: the other items keep theirs."""
         ...
 
 
@@ -98,6 +105,8 @@ class DeadRoles:
 
     causes: dict[str, str] = field(default_factory=dict)
     """Error message by role name."""
+    graders_lost: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Number of graders that died with an answer that is not graded yet, by problem id and text."""
 
     def record(self, name: str, error: RoleDied) -> None:
         """Record that a role died, with the error that reported it."""
@@ -317,6 +326,10 @@ class GraderPool:
         self._emit = emit
         self._alive = {grader.name: grader for grader in graders if grader.name not in dead_roles.causes}
         self._next = 0
+        self._suspects: deque[GradingItem] = deque()
+        """Trajectories that a grader died with. They are graded one at a time."""
+        self._suspect: GradingItem | None = None
+        """Suspect that is being graded."""
         self._calls = _Calls()
 
     @property
@@ -329,29 +342,84 @@ class GraderPool:
         self._graders[grader.name] = self._alive[grader.name] = grader
 
     def send(self, items: list[GradingItem]) -> None:
-        """Split the items evenly over the graders, round robin."""
-        alive = list(self._alive.values())
-        size = max(1, min(GRADED_AT_ONCE, -(-len(items) // len(alive))))
-        for start in range(0, len(items), size):
-            grader = alive[self._next % len(alive)]
-            self._next += 1
-            part = items[start : start + size]
-
-            def failed(error: BaseException, grader: GraderClient = grader, part: list[GradingItem] = part) -> None:
-                self._failed(grader, part, error)
-
-            self._calls.start(self._grade(grader, part), failed)
+        """Split the items evenly over the graders, round robin; those that a grader died with are graded one at a time."""
+        items = self._without_fatal(items)
+        unsuspected = [item for item in items if not self._dead_roles.graders_lost[_key(item)]]
+        self._suspects += [item for item in items if self._dead_roles.graders_lost[_key(item)]]
+        size = max(1, min(GRADED_AT_ONCE, -(-len(unsuspected) // len(self._alive))))
+        for start in range(0, len(unsuspected), size):
+            self._start(unsuspected[start : start + size])
+        self._send_suspect()
 
     def cancel(self) -> None:
         """Cancel all calls in flight."""
         self._calls.cancel()
 
-    async def _grade(self, grader: GraderClient, items: list[GradingItem]) -> None:
-        grades = await grader.grade(items)
-        self._emit(Graded(list(zip(items, grades, strict=True))))
+    def _send_suspect(self) -> None:
+        """Send the next suspect, unless one is being graded."""
+        if self._suspect is None and self._suspects and self._alive:
+            self._suspect = self._suspects.popleft()
+            self._start([self._suspect])
 
-    def _failed(self, grader: GraderClient, items: list[GradingItem], error: BaseException) -> None:
-        if isinstance(error, RoleDied) and self._graders[grader.name] is grader:
-            self._dead_roles.record(grader.name, error)
-            self._alive.pop(grader.name, None)
-        self._emit(GradingFailed(items, error))
+    def _start(self, items: list[GradingItem]) -> None:
+        """Start a call of the next grader."""
+        alive = list(self._alive.values())
+        grader, pending = alive[self._next % len(alive)], dict(enumerate(items))
+        self._next += 1
+        self._calls.start(self._grade(grader, items, pending), lambda error: self._failed(grader, pending, error))
+
+    async def _grade(self, grader: GraderClient, items: list[GradingItem], pending: dict[int, GradingItem]) -> None:
+        async for grades in grader.grade(items):
+            for index, _ in grades:
+                assert index in pending, f"{grader.name} graded item {index} unasked, or twice"
+                self._dead_roles.graders_lost.pop(_key(items[index]), None)
+                self._no_longer_suspect(pending.pop(index))
+            self._emit(Graded([(items[index], grade) for index, grade in grades]))
+        assert not pending, f"{grader.name} gave no grade for {len(pending)} of {len(items)} trajectories"
+
+    def _no_longer_suspect(self, item: GradingItem) -> None:
+        """Grade the next suspect, if this item was the last one."""
+        if item is self._suspect:
+            self._suspect = None
+            self._send_suspect()
+
+    def _failed(self, grader: GraderClient, pending: dict[int, GradingItem], error: BaseException) -> None:
+        """Report a failed call. If its grader died, that counts against the trajectories it had."""
+        lost = list(pending.values())
+        if isinstance(error, RoleDied):
+            if self._graders[grader.name] is grader:
+                self._dead_roles.record(grader.name, error)
+                self._alive.pop(grader.name, None)
+            self._dead_roles.graders_lost.update({_key(item) for item in lost})
+            lost = self._without_fatal(lost)
+            self._suspects = deque(self._without_fatal(list(self._suspects)))
+        if not self._alive:
+            lost += self._suspects
+            self._suspects.clear()
+        self._emit(GradingFailed(lost, error))
+        for item in pending.values():
+            self._no_longer_suspect(item)
+
+    def _without_fatal(self, items: list[GradingItem]) -> list[GradingItem]:
+        """Report the grades of answers that too many graders died with as failed; return the other items."""
+        is_fatal = [self._dead_roles.graders_lost[_key(item)] >= MAX_GRADER_DEATHS for item in items]
+        failed = [(item, _fatal_failure(item)) for item, fatal in zip(items, is_fatal, strict=True) if fatal]
+        if failed:
+            self._emit(Graded(list(failed)))
+        return [item for item, fatal in zip(items, is_fatal, strict=True) if not fatal]
+
+
+def _key(item: GradingItem) -> tuple[str, str]:
+    """Problem id and answer of an item: equal ones get equal grades."""
+    problem, trajectory = item
+    return problem.problem_id, trajectory.turns[-1].text
+
+
+def _fatal_failure(item: GradingItem) -> Failure:
+    """Failure of an answer that no grader survives."""
+    problem, _ = item
+    return Failure(
+        "grade",
+        f"problem {problem.problem_id}: {MAX_GRADER_DEATHS} reward workers in a row died while they graded this answer, or "
+        "were ended because it blocked them for deadlines.heartbeat",
+    )

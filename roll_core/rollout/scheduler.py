@@ -17,13 +17,14 @@ from roll_core.rollout.filter import build_filter
 from roll_core.rollout.lifecycle import AttemptId, Lifecycle, StreamSpec
 from roll_core.rollout.meters import Meters
 from roll_core.rollout.metrics import page_metrics
+from roll_core.rollout.posing import PromptRoom, pose
 from roll_core.rollout.renderer import Renderer
 from roll_core.rollout.router import DeadRoles, EngineClient, GraderClient, GraderPool, RolloutEvent, Router
 from roll_core.rollout.stream import Attempt, Batch, Finished, Keep, Partial, Stream, discard
 from roll_core.seeds import derive_seed
 from roll_core.types.manifest import CollectRequest, Draws, Metrics
 from roll_core.types.trace import AttemptTrace
-from roll_core.types.trajectory import GREEDY_ATTEMPT, Problem, Trajectory
+from roll_core.types.trajectory import GREEDY_ATTEMPT, Failure, Problem, Trajectory
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class RolloutScheduler:
         config: RolloutConfig,
         *,
         seed: int,
+        max_positions: int,
         source: ProblemSource,
         renderer: Renderer,
         engines: Sequence[EngineClient],
@@ -58,11 +60,12 @@ class RolloutScheduler:
     ):
         """Create the scheduler of a leg.
 
-        `finished` has the trajectories of earlier legs that no batch has consumed. `keep` gets every trajectory when it is
-        generated to its end, and again when it is graded.
+        `max_positions` is the model's longest sequence, in tokens. `finished` has the trajectories of earlier legs that no
+        batch has consumed. `keep` gets every trajectory when it is generated to its end, and again when it is graded.
         """
         self._config = config
         self._seed = seed
+        self._room = PromptRoom(max_positions, config.max_new_tokens)
         self._source = source
         self._renderer = renderer
         self._engines = engines
@@ -101,14 +104,16 @@ class RolloutScheduler:
         )
 
     async def evaluate(self, num_problems: int, deadline_s: float) -> list[Trajectory]:
-        """Make one greedy attempt at each of the first `num_problems` held-out problems."""
+        """Make one greedy attempt at each of the first `num_problems` held-out problems. The attempt at a problem that
+        cannot be posed is a failed one."""
         problems = self._source.held_out(num_problems)
 
         def make_attempts(attempt_ids: Sequence[AttemptId]) -> list[Attempt]:
             group = attempt_ids[0][0]
             return self._build_attempts(problems[group], attempt_ids, 0.0, group, "held-out/")
 
-        stream = self._open_stream(StreamSpec(num_problems, group_size=1), 0, 0, make_attempts, {}, {}, discard)
+        spec = StreamSpec(num_problems, group_size=1, replaces_unposed=False)
+        stream = self._open_stream(spec, 0, 0, make_attempts, {}, {}, discard)
         try:
             return (await self._next_batch(stream, deadline_s, "evaluate")).trajectories
         finally:
@@ -214,7 +219,8 @@ class RolloutScheduler:
     ) -> list[Attempt]:
         """Build the attempts at one problem. Their seeds depend on `index`, the position in the stream, so that a problem
         that comes up again is sampled anew."""
-        prompt_ids = self._renderer.prompt(problem.messages)
+        posed = pose(problem, self._renderer, self._room)
+        prompt_ids, failure = ((), posed) if isinstance(posed, Failure) else (posed, None)
         return [
             Attempt(
                 problem,
@@ -227,6 +233,7 @@ class RolloutScheduler:
                     stop_token_ids=self._renderer.stop_token_ids,
                     seed=derive_seed(self._seed, "attempt", index, number),
                 ),
+                failure,
             )
             for group, number in attempt_ids
         ]

@@ -4,6 +4,7 @@ opens another for each evaluation."""
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -47,6 +48,8 @@ MAX_RETURNS_WITHOUT_PROGRESS = 16
 CLOSE_TIMEOUT_S = 10.0
 """Seconds that engines have to end their requests when the stream is closed."""
 
+log = logging.getLogger(__name__)
+
 
 def discard(trajectory: Trajectory) -> None:
     """Drop the trajectory: the `Keep` of streams whose trajectories are not journaled."""
@@ -59,6 +62,8 @@ class Attempt:
     problem: Problem
     attempt_id: AttemptId
     request: GenerationRequest
+    failure: Failure | None = None
+    """Reason why the problem cannot be posed; the request is then not sent. None for almost all problems."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ class Stream:
         """
         await self._wait_until(lambda: self.lifecycle.is_full or self.lifecycle.is_settled)
         if not self.lifecycle.is_full:
-            raise self.failures[0] if self.failures else RollError(_too_few_message(self.lifecycle))
+            raise self.failures[0] if self.failures else RollError(self._too_few_message())
         page = self.lifecycle.take(self._now())
         self._dispatch()
         await self._wait_until(lambda: not self.lifecycle.is_aborting)
@@ -208,14 +213,26 @@ class Stream:
 
     def _start_group(self, group: int) -> None:
         """Make the attempts of a group that was drawn. Attempts with a finished trajectory skip generation."""
-        for attempt in self._make_attempts(self.lifecycle.attempt_ids_of(group)):
+        attempts = self._make_attempts(self.lifecycle.attempt_ids_of(group))
+        for attempt in attempts:
             self._attempts[attempt.attempt_id] = attempt
             self._attempt_id_of[attempt.request.request_id] = attempt.attempt_id
+        if attempts[0].failure is not None:
+            self._refuse_group(group, attempts, attempts[0].failure)
+            return
         for attempt_id in self.lifecycle.attempt_ids_of(group):
             known = self._finished.get(attempt_id)
             if known is not None and self.lifecycle.phase_of(attempt_id) is Phase.QUEUED:
                 self.lifecycle.generating(attempt_id, NO_ENGINE, self._now())
                 self._generated(attempt_id, known)
+
+    def _refuse_group(self, group: int, attempts: Sequence[Attempt], failure: Failure) -> None:
+        """Fail the attempts at a problem that cannot be posed, without a request."""
+        log.warning("%s: no attempt is made", failure.cause)
+        for attempt in attempts:
+            nothing = Completion(attempt.request.request_id, (), (), (), Ending.UNPOSED)
+            self._finished[attempt.attempt_id] = replace(self._as_trajectory(attempt, nothing), failure=failure)
+        self.lifecycle.unposed(group, self._now())
 
     def _send_requests(self) -> None:
         """Assign queued attempts to engines until none has room. Without a living engine, fail them."""
@@ -322,6 +339,28 @@ class Stream:
         for attempt_id in attempt_ids:
             self.lifecycle.abandoned(attempt_id, self._now())
 
+    def _too_few_message(self) -> str:
+        """Error message of a stream that reached `max_draws` without a full batch."""
+        lifecycle = self.lifecycle
+        groups = lifecycle.pending_page.groups
+        unposed = [f.cause for g in groups if (f := self._attempts[g.attempts[0].attempt_id].failure) is not None]
+        outcomes = [group.outcome for group in groups]
+        counted = {
+            "left out by rollout.filter": outcomes.count(DrawOutcome.FILTERED),
+            "could not be graded": outcomes.count(DrawOutcome.FAILED) - len(unposed),
+            "could not be posed": len(unposed),
+        }
+        said = ", ".join(f"{count} {what}" for what, count in counted.items() if count)
+        advice = (
+            f"the first was {unposed[0]}: make these prompts shorter, or make room for them"
+            if 2 * len(unposed) > len(groups)
+            else "make the filter milder, raise max_draws, or choose problems that the policy solves sometimes"
+        )
+        return (
+            f"rollout.max_draws: of {len(groups)} problems drawn only {lifecycle.num_accepted} were useful, and "
+            f"{lifecycle.spec.num_groups} are needed ({said}): {advice}"
+        )
+
     def _as_trajectory(self, attempt: Attempt, completion: Completion) -> Trajectory:
         turn = Turn(
             prompt_ids=attempt.request.prompt_ids,
@@ -367,14 +406,3 @@ def _with_grade(trajectory: Trajectory, grade: Score | Failure) -> Trajectory:
     if isinstance(grade, Failure):
         return replace(trajectory, failure=grade)
     return replace(trajectory, score=grade)
-
-
-def _too_few_message(lifecycle: Lifecycle) -> str:
-    """Error message of a stream that reached `max_draws` without a full batch."""
-    outcomes = [group.outcome for group in lifecycle.pending_page.groups]
-    return (
-        f"rollout.max_draws: of {len(outcomes)} problems drawn only {lifecycle.num_accepted} were useful, and "
-        f"{lifecycle.spec.num_groups} are needed ({outcomes.count(DrawOutcome.FILTERED)} left out by rollout.filter, "
-        f"{outcomes.count(DrawOutcome.FAILED)} could not be graded): make the filter milder, raise max_draws, or choose "
-        "problems that the policy solves sometimes"
-    )

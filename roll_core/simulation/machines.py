@@ -337,10 +337,10 @@ class SimulatedGrader:
     workload: Workload
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
-    async def grade(self, items: list[GradingItem]) -> list[Grade]:
+    async def grade(self, items: list[GradingItem]) -> AsyncIterator[list[tuple[int, Grade]]]:
         await asyncio.sleep(sum(self.rng.choice(self.model.seconds) for _ in items))
         useful = (self.workload.is_useful(int(problem.answer)) for problem, _ in items)
-        return [Score(USEFUL if passes else USELESS, passes) for passes in useful]
+        yield [(index, Score(USEFUL if passes else USELESS, passes)) for index, passes in enumerate(useful)]
 
 
 class NumberedProblems:

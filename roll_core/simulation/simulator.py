@@ -120,6 +120,7 @@ class _Simulation:
             _with_modelled_filter(config).rollout,
             num_iterations=max(num_iterations, config.iterations),
             seed=config.seed,
+            max_positions=config.model.max_positions,
             source=NumberedProblems(),
             renderer=NumberRenderer(),
             engines=engines,

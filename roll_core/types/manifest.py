@@ -55,7 +55,7 @@ class DrawOutcome(StrEnum):
     FILTERED = "filtered"
     """Its attempts were graded, and `rollout.filter` or a mask left out all of them."""
     FAILED = "failed"
-    """None of its attempts could be graded."""
+    """None of its attempts could be graded, or its problem could not be posed."""
     ABORTED = "aborted"
     """Redundant, or without a finished attempt."""
 
@@ -155,6 +155,7 @@ class Evaluated(Receipt):
     weights_version: int
     num_problems: int
     accuracy: float
+    """Share of the problems that are solved. An answer without a grade counts as wrong."""
     trajectories: ArtifactRef
 
 

@@ -61,6 +61,8 @@ class Ending(StrEnum):
     """The completion reached its maximum length."""
     ABORTED = "aborted"
     """The request was aborted."""
+    UNPOSED = "unposed"
+    """No request was made: the prompt is too long, or could not be rendered."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import torch
 
 from roll_core.batching.packing import PackingLimits
 from roll_core.batching.samples import demonstration_sample
+from roll_core.concurrency import as_they_finish
 from roll_core.config.inference import RehearsalInference, VllmInference
 from roll_core.config.model import Architecture, ScratchModel
 from roll_core.config.rollout import InFlightPolicy
@@ -27,7 +28,6 @@ from roll_core.config.training.training import Packing, TrainingConfig
 from roll_core.errors import EngineDied, WrongWeights
 from roll_core.inference import torch_engine
 from roll_core.inference.base import InferenceEngine, WeightsUpdate, adopt
-from roll_core.inference.completions import as_they_finish
 from roll_core.inference.rehearsal_engine import RehearsalEngine
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine

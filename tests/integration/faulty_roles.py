@@ -96,6 +96,21 @@ class AbsentReward(RewardRole):
         self._reward = reward
 
 
+class DeadlyReward(RewardRole):
+    """The reward ends its process at the second attempt at one problem."""
+
+    async def start(self) -> None:
+        await super().start()
+        graded = self._reward
+
+        async def reward(problem: Problem, trajectory: Trajectory) -> Score:
+            if problem.messages[0].text == "21>" and trajectory.attempt == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return await graded(problem, trajectory)
+
+        self._reward = reward
+
+
 class FailingTrainer(RehearsalRank):
     """Rehearsing trainer rank whose update of iteration 2 raises."""
 

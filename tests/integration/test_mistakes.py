@@ -85,7 +85,8 @@ def test_an_algorithm_that_cannot_be(workspace, settings, says):
 
 def test_a_prompt_that_cannot_fit(workspace):
     said = workspace.refused("run", str(workspace.config), "--set", "problems.digits=30")
-    assert "model.max_positions (32) is too small for problem sort/held-out/0: its prompt has 31 tokens" in said
+    assert "problems: none of" in said
+    assert "problem sort/held-out/0: prompt too long: 31 tokens of 27 allowed (model.max_positions 32 less" in said
 
 
 def test_devices_this_machine_does_not_have(workspace):

@@ -1,7 +1,6 @@
 """Roles without a cluster: what the reward role makes of rewards that raise, return NaN or are unavailable, and how a broken
 GPU is named."""
 
-import asyncio
 import pickle
 
 import pytest
@@ -11,8 +10,9 @@ from roll_core.roles.process import names_device
 from roll_core.roles.reward_role import RewardRole
 from roll_core.roles.scheduler_role import refuse_if_none_graded
 from roll_core.roles.trainer_rank import BACKGROUND, TrainerRank
+from roll_core.rollout.router import Grade
 from roll_core.types.trajectory import Failure, Message, Problem, Score, Speaker, Trajectory
-from tests.support import tiny_config, trajectory
+from tests.support import grades_of, tiny_config, trajectory
 
 PROBLEM = Problem("p/1", "p", (Message(Speaker.USER, "?"),), "42")
 
@@ -29,7 +29,7 @@ async def not_a_number(problem: Problem, attempt: Trajectory) -> Score:
 def test_a_reward_that_misbehaves_becomes_a_failure_and_never_a_score(tmp_path, reward, message):
     role = RewardRole(tiny_config(tmp_path))
     role._reward = reward
-    (result,) = asyncio.run(role.grade([(PROBLEM, trajectory(0, 0, None))]))
+    (result,) = grades_of(role, [(PROBLEM, trajectory(0, 0, None))])
     assert isinstance(result, Failure)
     assert message in result.cause
 
@@ -51,10 +51,11 @@ class Judge:
         return Score(0.5, False)
 
 
-def grade_with(judge: Judge, tmp_path, repeats: int = 3, count: int = 1) -> list[Score | Failure | RewardUnavailable]:
-    role = RewardRole(tiny_config(tmp_path, retries={"repeats": repeats, "first_delay_seconds": 1e-6}))
+def grade_with(judge: Judge, tmp_path, repeats: int = 3, count: int = 1) -> list[Grade]:
+    retries = {"repeats": repeats, "first_delay_seconds": 1e-6}
+    role = RewardRole(tiny_config(tmp_path, retries=retries, reward={"kind": "exact_match", "concurrency": 1}))
     role._reward = judge
-    return asyncio.run(role.grade([(PROBLEM, trajectory(0, attempt, None)) for attempt in range(count)]))
+    return grades_of(role, [(PROBLEM, trajectory(0, attempt, None)) for attempt in range(count)])
 
 
 def test_an_unavailable_reward_is_called_again_until_it_grades(tmp_path):

@@ -14,7 +14,7 @@ from roll_core.rollout.renderer import CharacterRenderer
 from roll_core.rollout.scheduler import RolloutScheduler
 from roll_core.training.learner import Learner, PreparedBatch
 from roll_core.types.manifest import CollectRequest
-from roll_core.types.trajectory import Trajectory, Turn
+from roll_core.types.trajectory import Score, Trajectory, Turn
 from tests.support import tiny_config, trajectory
 from tests.unit.test_rollouts import EchoEngine
 
@@ -58,7 +58,7 @@ class ForgetfulGrader:
     name = "forgetful grader"
 
     async def grade(self, items):
-        return [None for _ in items[:-1]]
+        yield [(index, Score(0.0, False)) for index, _ in enumerate(items[:-1])]
 
 
 def test_a_grader_that_returns_too_few_results_stops_the_stage():
@@ -66,11 +66,12 @@ def test_a_grader_that_returns_too_few_results_stops_the_stage():
     scheduler = RolloutScheduler(
         RolloutConfig(num_groups=1, group_size=2, max_new_tokens=4),
         seed=0,
+        max_positions=32,
         source=ArithmeticSource(ArithmeticProblems(digits=3), seed=0),
         renderer=CharacterRenderer(),
         engines=[EchoEngine("engine 0")],
         graders=[ForgetfulGrader()],
     )
     request = CollectRequest(iteration=1, parent="", weights_version=0, first_problem=0, num_groups=1)
-    with pytest.raises(ValueError, match="argument 2 is shorter"):
+    with pytest.raises(AssertionError, match="forgetful grader gave no grade for 1 of 2 trajectories"):
         asyncio.run(scheduler.collect(request, 10.0))

@@ -24,6 +24,7 @@ from roll_core.rollout.journal import Journal
 from roll_core.rollout.meters import Meter, MeterReading
 from roll_core.rollout.metrics import accuracy, batch_metrics
 from roll_core.rollout.renderer import CharacterRenderer
+from roll_core.rollout.router import Grade, GradingItem
 from roll_core.rollout.scheduler import RolloutScheduler
 from roll_core.rollout.stream import Finished
 from roll_core.seeds import derive_seed
@@ -181,11 +182,13 @@ class ExactGrader:
         self.name = "grader"
         self._failing = failing_attempt
 
-    async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure]:
-        return [
-            Failure("grade", "boom") if t.attempt == self._failing else Score(0.5, p.answer == t.turns[-1].text)
-            for p, t in items
-        ]
+    async def grade(self, items: list[GradingItem]) -> AsyncIterator[list[tuple[int, Grade]]]:
+        yield [(index, self.grade_one(*item)) for index, item in enumerate(items)]
+
+    def grade_one(self, problem: Problem, t: Trajectory) -> Grade:
+        if t.attempt == self._failing:
+            return Failure("grade", "boom")
+        return Score(0.5, problem.answer == t.turns[-1].text)
 
 
 def scheduler(
@@ -197,6 +200,7 @@ def scheduler(
     return RolloutScheduler(
         RolloutConfig(num_groups=4, group_size=3, max_new_tokens=8, filter=group_filter),
         seed=0,
+        max_positions=32,
         source=ArithmeticSource(ArithmeticProblems(digits=4), seed=0),
         renderer=CharacterRenderer(),
         engines=engines,
@@ -302,10 +306,9 @@ class OutageGrader(ExactGrader):
         super().__init__()
         self._grades = grades
 
-    async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure | RewardUnavailable]:
-        graded = await super().grade(items[: self._grades])
-        self._grades -= len(graded)
-        return graded + [RewardUnavailable("judge: 503")] * (len(items) - len(graded))
+    def grade_one(self, problem: Problem, t: Trajectory) -> Grade:
+        self._grades -= 1
+        return RewardUnavailable("judge: 503") if self._grades < 0 else super().grade_one(problem, t)
 
 
 def uninterrupted() -> bytes:
@@ -379,7 +382,7 @@ def test_a_dead_engine_gets_no_requests_in_later_stages():
 
 
 class DyingGrader(ExactGrader):
-    async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure]:
+    def grade_one(self, problem: Problem, t: Trajectory) -> Grade:
         raise RoleDied(f"{self.name} died while grading")
 
 
@@ -508,7 +511,7 @@ def test_metrics_of_a_batch_by_hand():
     assert found["rollout/staleness_max"] == 2.0
     assert found["rollout/failed"] == 1.0
     assert found["problem/quarantined"] == 1.0  # group 2 has no grade
-    assert accuracy(batch) == 0.25  # one of the four graded trajectories
+    assert accuracy(batch) == 0.2  # one of five: an evaluation counts a failed grade as wrong
 
 
 def test_staleness_is_reported_by_share_of_tokens_and_lengths_by_percentiles():

@@ -18,6 +18,7 @@ from roll_core.config.rollout import GroupFilter, InFlightPolicy, RolloutConfig
 from roll_core.errors import RewardUnavailable, RoleDied, RollError
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.rollout.lifecycle import AttemptId
+from roll_core.rollout.router import Grade, GradingItem
 from roll_core.rollout.scheduler import Rollout, RolloutScheduler
 from roll_core.rollout.stream import Finished
 from roll_core.seeds import derive_seed
@@ -57,6 +58,7 @@ class Schedule:
     slots: int
     tokens: int | None
     share_failing: float
+    share_unposed: float
     deaths: int
     outages: int
     kills: int
@@ -101,6 +103,7 @@ SCHEDULE = st.builds(
     slots=st.sampled_from([1, 2, 5, 64]),
     tokens=st.sampled_from([None, None, 12]),
     share_failing=st.sampled_from([0.0, 0.2, 0.6]),
+    share_unposed=st.sampled_from([0.0, 0.0, 0.3]),
     deaths=st.integers(0, 3),
     outages=st.integers(0, 1),
     kills=st.integers(0, 2),
@@ -109,6 +112,10 @@ SCHEDULE = st.builds(
 
 def seed_of(schedule: Schedule, attempt_id: AttemptId) -> int:
     return derive_seed(schedule.seed, "attempt", *attempt_id)
+
+
+def can_be_posed(schedule: Schedule, problem: int) -> bool:
+    return random.Random(derive_seed(schedule.seed, "posed", problem)).random() >= schedule.share_unposed
 
 
 def tokens_of(seed: int) -> tuple[int, ...]:
@@ -156,13 +163,18 @@ class NumberedProblems:
         return Problem(f"numbers/{index}", "numbers", (Message(Speaker.USER, str(index)),), "")
 
 
+@dataclass(frozen=True)
 class PlainRenderer:
-    """Renderer whose prompt is one token, the index of the problem."""
+    """Renderer whose prompt is one token, the index of the problem. Some problems cannot be posed."""
 
+    schedule: Schedule
     stop_token_ids = (-1,)
 
     def prompt(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
-        return (int(messages[0].text),)
+        problem = int(messages[0].text)
+        if not can_be_posed(self.schedule, problem):
+            raise ValueError("no such token")
+        return (problem,)
 
     def text(self, token_ids: tuple[int, ...]) -> str:
         return str(len(token_ids))
@@ -277,15 +289,17 @@ class FakeGrader:
     world: World
     dies_at: float = math.inf
 
-    async def grade(self, items: list[tuple[Problem, Trajectory]]) -> list[Score | Failure | RewardUnavailable]:
+    async def grade(self, items: list[GradingItem]) -> AsyncIterator[list[tuple[int, Grade]]]:
         loop = asyncio.get_running_loop()
         await asyncio.sleep(min(self.world.rng.expovariate(1.0), max(0.0, self.dies_at - loop.time())))
         if loop.time() >= self.dies_at:
             raise RoleDied(f"{self.name} died while grading")
         if self.world.outages and self.world.rng.random() < 0.2:
             self.world.outages -= 1
-            return [RewardUnavailable("judge: 503")] * len(items)
-        return [grade_of(t.turns[0].completion_ids[0] // 10, self.world.schedule.share_failing) for _, t in items]
+            yield [(index, RewardUnavailable("judge: 503")) for index in range(len(items))]
+            return
+        grades = [grade_of(t.turns[0].completion_ids[0] // 10, self.world.schedule.share_failing) for _, t in items]
+        yield list(enumerate(grades))
 
 
 @dataclass
@@ -313,8 +327,9 @@ async def leg(schedule: Schedule, run: Run, world: World) -> None:
     scheduler = RolloutScheduler(
         schedule.config,
         seed=schedule.seed,
+        max_positions=4096,
         source=NumberedProblems(),
-        renderer=PlainRenderer(),
+        renderer=PlainRenderer(schedule),
         engines=world.engines,
         graders=world.graders,
         num_iterations=schedule.num_iterations,
@@ -387,7 +402,7 @@ def expected(schedule: Schedule) -> list[tuple[str, list[AttemptId]]]:
             numbers = range(schedule.group_size)
             grades = [grade_of(seed_of(schedule, (problem, number)), schedule.share_failing) for number in numbers]
             rewards = [grade.value for grade in grades if isinstance(grade, Score)]
-            if schedule.filtered and not rewards:
+            if not can_be_posed(schedule, problem) or (schedule.filtered and not rewards):
                 outcomes += "x"
             elif schedule.filtered and math.fsum(rewards) / len(rewards) < 0.4:
                 outcomes += "f"
@@ -468,7 +483,7 @@ def test_without_redundancy_the_ledger_is_that_of_collecting_one_problem_after_t
 def test_with_redundancy_batches_are_full_and_all_other_attempts_are_accounted_for(schedule):
     run = run_all_legs(schedule)
     check_run(schedule, run)
-    assert not run.too_few or schedule.filtered
+    assert not run.too_few or schedule.filtered or schedule.share_unposed
     made = schedule.group_size + schedule.redundant_attempts
     for rollout in run.committed:
         for group in {t.group for t in rollout.trajectories}:

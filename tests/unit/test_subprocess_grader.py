@@ -18,7 +18,7 @@ from roll_core.rewards.reasoning_gym import text_in_tag
 from roll_core.rewards.subprocess_grader import SubprocessGrader
 from roll_core.roles.reward_role import RewardRole
 from roll_core.types.trajectory import Failure, Message, Problem, Score, Speaker, Trajectory
-from tests.support import tiny_config, trajectory
+from tests.support import grades_of, tiny_config, trajectory
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 """Grader processes outlive the event loop of a test. In a run they end with their reward worker."""
@@ -78,7 +78,7 @@ def test_in_the_reward_worker_a_late_answer_is_a_failure_and_never_a_zero(tmp_pa
     reward = {"kind": "math_verify", "deadline_seconds": 3.0}
     worker = RewardRole(tiny_config(tmp_path, reward=reward))
     items = [(problem("7"), answered_with("7")), (problem("7"), answered_with(TOWER)), (problem("7"), answered_with("8"))]
-    right, late, wrong = asyncio.run(worker.grade(items))
+    right, late, wrong = grades_of(worker, items)
     assert (right, wrong) == (Score(1.0, True), Score(0.0, False))
     assert isinstance(late, Failure)
     assert "it took longer than reward.deadline_seconds (3)" in late.cause

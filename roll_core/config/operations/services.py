@@ -51,7 +51,8 @@ class DeadlinesConfig(Section):
     start: Annotated[PositiveFloat, Unit("seconds")] = 300.0
     """Longest start of Ray and of every role, in seconds, model loading included."""
     heartbeat: Annotated[PositiveFloat, Unit("seconds")] = 120.0
-    """Longest silence of an engine, in seconds, before it is ended and replaced. Must be longer than its longest step."""
+    """Longest silence of an engine or a reward worker, in seconds, before it is ended and replaced. Must be longer than the
+    longest step of an engine, and than any reward blocks its process."""
     collect: Annotated[PositiveFloat, Unit("seconds")] = 3600.0
     """Longest collect stage, in seconds: generating and grading one iteration's groups."""
     prepare: Annotated[PositiveFloat, Unit("seconds")] = 1800.0
