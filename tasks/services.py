@@ -24,6 +24,7 @@ from roll_core.tracking.tracker import MACHINE_TAG, VERSIONS_TAG, Tracker
 from roll_core.types.leg import LegAllocation
 from roll_core.types.refs import RunRef
 from tasks.leg_time import LegTime
+from tasks.pages import BackgroundTracking, Pages
 
 if TYPE_CHECKING:
     from roll_core.roles.fleet import Fleet
@@ -56,8 +57,10 @@ class Services:
         self.tracker = tracker
         self.stage_log = stage_log
         self.leg_time = leg_time
-        self.last_commit_at = time.monotonic()
-        """Monotonic time of the last commit, or of the leg's start."""
+        self.background = BackgroundTracking(tracker)
+        self.pages = Pages(store, run_dir(run, config), config.tracking.trajectory_samples, tracker)
+        self.iteration_began_at = time.monotonic()
+        """Monotonic time of the last commit, of the end of recovery, or of the leg's start, whichever is last."""
 
 
 @contextlib.contextmanager
@@ -75,9 +78,12 @@ def open_services(run: RunRef, leg: int, allocation: LegAllocation) -> Iterator[
         with stage_log.stage(START), _recording_unfit_nodes(run, leg):
             fleet = stack.enter_context(Fleet(run, config, leg_dir, _ray_address(allocation, stage_log)))
         stack.enter_context(leg_time.handling_signals())
-        tracker.set_tags({"roll.leg": str(leg), MACHINE_TAG: machine_kind(), VERSIONS_TAG: library_versions()})
+        with tracker.dropping_errors():
+            tracker.set_tags({"roll.leg": str(leg), MACHINE_TAG: machine_kind(), VERSIONS_TAG: library_versions()})
         freeze_garbage_collector()
-        yield Services(run, config, leg, store_of(run), fleet, tracker, stage_log, leg_time)
+        services = Services(run, config, leg, store_of(run), fleet, tracker, stage_log, leg_time)
+        stack.callback(services.background.close, 0.0)
+        yield services
 
 
 def _ray_address(allocation: LegAllocation, stage_log: StageLog) -> str | None:

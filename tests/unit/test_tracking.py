@@ -47,7 +47,6 @@ def write(spool: Spool, events: list[TrackingEvent]) -> None:
     writer = SpoolWriter(spool)
     for event in events:
         writer.append(event)
-    writer.close()
 
 
 def read_all(spool: Spool) -> list[TrackingEvent]:
