@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import time
 import uuid
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ MESSAGE = "Its process ended without reporting."
 POLL_S = 0.1
 
 log = logging.getLogger(__name__)
+
+_UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 _held: dict[str, tuple[Path, IO[bytes]]] = {}
 """Lock files of this process and their open descriptors, by flow run id."""
@@ -79,7 +82,7 @@ def crash_dead_if_served(work_dirs: set[str]) -> None:
     from flows.prefect_server import is_healthy
 
     url = os.environ.get("PREFECT_API_URL")
-    dead = [folder for folder in work_dirs if any(_locks(Path(folder)))]
+    dead = [folder for folder in work_dirs if any(map(_is_free, _locks(Path(folder))))]
     if url and dead and is_healthy(url):
         for folder in dead:
             crash_dead_flow_runs(Path(folder))
@@ -88,32 +91,30 @@ def crash_dead_if_served(work_dirs: set[str]) -> None:
 def _crash_dead(folder: Path) -> bool:
     """Crash the flow runs of dead processes once. Return whether no other process holds a lock there."""
     paths = list(_locks(folder))
-    if not paths:
-        return True
-    from prefect.client.orchestration import get_client
+    free = list(filter(_is_free, paths))
+    if free:
+        from prefect.client.orchestration import get_client
 
-    with get_client(sync_client=True) as client:
-        were_free = [_crash_if_dead(path, client) for path in paths]
-    return all(were_free)
+        with get_client(sync_client=True) as client:
+            for path in free:
+                _crash(path, client)
+    return len(free) == len(paths)
 
 
 def _locks(folder: Path) -> Iterator[Path]:
     """Lock files of other processes, or of dead ones, below a work folder or a run's folder."""
     for pattern in (f"{FOLDER}/*", f"*/{FOLDER}/*"):
         for path in folder.glob(pattern):
-            if path.suffix != ".draft" and path.name not in _held:
+            if _UUID.fullmatch(path.name) and path.name not in _held:
                 yield path
 
 
-def _crash_if_dead(path: Path, client: "SyncPrefectClient") -> bool:
-    """Crash the flow run of a lock file if the lock is free. Return whether it was."""
+def _is_free(path: Path) -> bool:
+    """True if no process holds a lock file. False if that cannot be known, as on a disk without locks."""
     try:
-        with open(path, "rb") as lock:
+        with open(path, "r+b") as lock:  # NFS locks only files that are open for writing
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _crash(path, client)
-    except FileNotFoundError:
-        return True
-    except OSError:  # held by a live process, or a disk without locks
+    except OSError:
         return False
     return True
 

@@ -48,7 +48,10 @@ def rlvr(config: str, overrides: list[str] | None = None) -> RunSummary:
 def rlvr_resume(run_id: str, store: str) -> RunSummary:
     """Resume a run that was stopped or killed. A finished run is summarized, and no leg is launched."""
     run = find_run(run_id, store)
-    return summarize(run) if is_finished(run) else run_legs(run)
+    if is_finished(run):
+        announce_run(run)
+        return summarize(run)
+    return run_legs(run)
 
 
 @flow(name="rlvr-fork", flow_run_name="fork {run_id}@{iteration}", **ON_END)

@@ -77,6 +77,7 @@ def test_a_flow_run_of_another_server_keeps_its_lock(workspace, api):
     lock = workspace.folder / "work/tiny-1/flow-runs" / str(uuid.uuid4())
     lock.parent.mkdir(parents=True)
     lock.touch()
+    (lock.parent / ".DS_Store").touch()
     flow_runs.crash_dead_flow_runs(workspace.folder / "work")
     assert lock.exists()
 

@@ -22,7 +22,9 @@ from roll_core.config.operations.services import TrackingConfig
 from roll_core.host import free_port
 from roll_core.tracking.spool import RunStatus, Spool
 from roll_core.tracking.tracker import Tracker
+from roll_core.types.leg import LegEnding
 from roll_core.types.refs import RunRef
+from tests.integration.conftest import REHEARSED, Workspace
 from tests.support import QUIET_MLFLOW, wait_until
 
 NOON = datetime(2026, 11, 15, 12, tzinfo=UTC)
@@ -59,6 +61,23 @@ def artifact_text(client: MlflowClient, run: Run, name: str, folder: Path) -> st
 
 def upload_once(spool_dir: Path) -> int:
     return subprocess.run([*UPLOADER, str(spool_dir), "--once"], timeout=120).returncode
+
+
+def test_a_leg_that_can_write_no_log_and_reads_damaged_ones_finishes(workspace: Workspace) -> None:
+    """As on a full disk: every file of logs and tracking is replaced by something that cannot be written."""
+    run = workspace.open(*REHEARSED)
+    folder = workspace.folder / "roll-data/work/tiny-1"
+    for name in ("processes.json", "stages.jsonl"):
+        (folder / "leg-1" / name / "full").mkdir(parents=True)  # a folder where a file should be
+    for name in ("tracking", "flow-runs"):
+        (folder / name).touch()  # a file where a folder should be
+    (folder / "leg-x").mkdir()
+    (folder / "leg-x/stages.jsonl").touch()
+    (folder / "leg-0").mkdir()
+    (folder / "leg-0/stages.jsonl").write_bytes(b'{"name": "coll\n' + bytes(4096) + b"\n")
+    ended = workspace.run_leg(run)
+    assert ended.ending is LegEnding.FINISHED, ended.cause
+    assert [manifest.iteration for manifest in workspace.chain()] == [0, 1, 2, 3]
 
 
 def test_two_legs_feed_one_mlflow_run(tmp_path: Path) -> None:

@@ -9,14 +9,17 @@ import pytest
 
 from flows import train_leg
 from roll_core.reporting.stage_log import FILE_NAME, StageLog
+from roll_core.store.records.rollouts import encode_trajectories
 from roll_core.store.records.runs import find_run, read_chain, read_config
 from roll_core.tracking.spool import ArtifactLogged, MetricsLogged, RunEnded, RunStatus, Spool, TrackingEvent
 from roll_core.tracking.tracker import Tracker
-from roll_core.types.manifest import Manifest, Receipt
+from roll_core.types.manifest import Collected, CollectRequest, Draws, Evaluated, Manifest, Receipt
+from roll_core.types.refs import ArtifactKind
 from tasks.leg_time import LegTime
 from tasks.services import Services, run_dir
 from tasks.tracking import track, track_missed
 from tests.stored_runs import StoredRuns
+from tests.support import trajectory
 
 LONG_S = 60.0
 
@@ -57,6 +60,28 @@ def test_rollouts_that_cannot_be_decoded_cost_their_page_only(services: Services
     assert {"reward/mean", "goodput/useful_share"} <= metrics_in(spooled(services))
     assert [event.name for event in spooled(services) if isinstance(event, ArtifactLogged)] == ["manifests/00000002.json"]
     assert sum("tracking loses events" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_bad_trace_costs_the_timeline_only(services: Services):
+    garbage = services.store.put(b"no Parquet", ArtifactKind.TRACE)
+    stored = services.store.put(encode_trajectories([trajectory(0, 0, 1.0)]), ArtifactKind.TRAJECTORIES)
+    request = CollectRequest(iteration=2, parent="", weights_version=1, first_problem=0, num_groups=1)
+    collected = Collected(
+        request=request,
+        trajectories=stored,
+        num_trajectories=1,
+        num_failed=0,
+        num_tokens=3,
+        draws=Draws(first=0, outcomes="t"),
+        trace=garbage,
+    )
+    evaluated = Evaluated(weights_version=2, num_problems=1, accuracy=1.0, trajectories=stored)
+    track(last_manifest(services).model_copy(update={"collected": collected, "evaluated": evaluated}), services)
+    services.background.close(LONG_S)
+    assert [event.name for event in spooled(services) if isinstance(event, ArtifactLogged)] == [
+        "manifests/00000002.json",
+        "trajectories/00000002.jsonl",
+    ]
 
 
 def test_a_torn_stage_log_does_not_end_the_start_of_a_leg(services: Services):
