@@ -3,7 +3,8 @@
 It launches legs and decides from their endings whether another one follows. It holds no accelerator.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import prefect.runtime
 from prefect import flow, get_run_logger
 from prefect.context import serialize_context
 
+from flows.flow_runs import ON_END, crash_dead_flow_runs, hold_flow_run
 from flows.leg_process import run_train_leg
 from flows.prefect_server import is_embedded
 from roll_core.config.operations.legs import LegsConfig, LocalLauncherConfig, SlurmLauncherConfig
 from roll_core.config.run import RunConfig
 from roll_core.errors import FailureClass, LegFailed
+from roll_core.store.records.exports import is_finished
 from roll_core.store.records.runs import RunSummary, read_chain, read_config, store_of
 from roll_core.tracking.spool import RunStatus
 from roll_core.types.leg import LegEnded, LegEnding
@@ -24,6 +27,10 @@ from roll_core.types.refs import RunRef
 from tasks.legs import cancelling_elastic_jobs, orphaned_leg, record_end, run_leg
 from tasks.progress import announce_run
 from tasks.runs import find_run, open_fork, open_run, summarize
+from tasks.services import run_dir
+
+CANCELLED_LEG_S = 5.0
+"""Seconds that a cancelled leg has to die before the flow ends. A local leg is killed one second after its interrupt."""
 
 
 def flow_run_name() -> str:
@@ -31,19 +38,23 @@ def flow_run_name() -> str:
     return Path(prefect.runtime.flow_run.parameters["config"]).stem
 
 
-@flow(name="rlvr", flow_run_name=flow_run_name)
+@flow(name="rlvr", flow_run_name=flow_run_name, **ON_END)
 def rlvr(config: str, overrides: list[str] | None = None) -> RunSummary:
     """Open a new run of a config and train it to its last iteration."""
     return run_legs(open_run(config, overrides or []))
 
 
-@flow(name="rlvr-resume", flow_run_name="resume {run_id}")
+@flow(name="rlvr-resume", flow_run_name="resume {run_id}", **ON_END)
 def rlvr_resume(run_id: str, store: str) -> RunSummary:
-    """Resume a run that was stopped or killed."""
-    return run_legs(find_run(run_id, store))
+    """Resume a run that was stopped or killed. A finished run is summarized, and no leg is launched."""
+    run = find_run(run_id, store)
+    if is_finished(run):
+        announce_run(run)
+        return summarize(run)
+    return run_legs(run)
 
 
-@flow(name="rlvr-fork", flow_run_name="fork {run_id}@{iteration}")
+@flow(name="rlvr-fork", flow_run_name="fork {run_id}@{iteration}", **ON_END)
 def rlvr_fork(run_id: str, iteration: int, store: str, overrides: list[str] | None = None) -> RunSummary:
     """Fork a run: open a new run that starts from an iteration of another, with overrides, and train it."""
     return run_legs(open_fork(run_id, iteration, overrides or [], store))
@@ -54,10 +65,12 @@ def run_legs(run: RunRef) -> RunSummary:
     logger = get_run_logger()
     announce_run(run)
     config = read_config(run)
+    hold_flow_run(run_dir(run, config))
     endings: list[LegEnded] = []
     with cancelling_elastic_jobs(run):
         for number in count(orphaned_leg(run) or next_leg(run)):
-            ended = run_leg(run, number, run_train_leg, context_for_leg, nodes_to_avoid(endings))
+            with crashing_dead_legs(run_dir(run, config)):
+                ended = run_leg(run, number, run_train_leg, context_for_leg, nodes_to_avoid(endings))
             if ended.ending is LegEnding.FINISHED:
                 break
             if ended.ending is LegEnding.FENCED:
@@ -69,6 +82,17 @@ def run_legs(run: RunRef) -> RunSummary:
                 record_end(run, config, RunStatus.FAILED)
                 raise LegFailed(reason)
     return summarize(run)
+
+
+@contextlib.contextmanager
+def crashing_dead_legs(folder: Path) -> Iterator[None]:
+    """Tell Prefect, after a leg, if its process died without reporting. A leg that was just cancelled gets time to die."""
+    try:
+        yield
+    except BaseException:
+        crash_dead_flow_runs(folder, CANCELLED_LEG_S)
+        raise
+    crash_dead_flow_runs(folder)
 
 
 def should_requeue(run: RunRef, ended: LegEnded, num_restarts: int) -> bool:

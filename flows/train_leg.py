@@ -10,6 +10,7 @@ from pathlib import Path
 from httpx import HTTPStatusError, TransportError
 from prefect import flow
 
+from flows.flow_runs import ON_END, hold_flow_run
 from flows.prefect_server import exit_soon
 from roll_core.config.run import RunConfig, flat_config
 from roll_core.errors import ArtifactDamaged, LegInterrupted, RoleDied
@@ -36,7 +37,7 @@ from tasks.stages import (
     update_critic,
     warm_start,
 )
-from tasks.tracking import track_missed
+from tasks.tracking import track_missed, track_receipt
 
 DEAD_NODE_NOTICE_S = 30.0
 """Seconds after which Ray has noticed that a node is dead, so that roles are not restarted there. Ray checks a node five
@@ -45,9 +46,10 @@ times, three seconds apart, and may wait for each reply."""
 log = logging.getLogger(__name__)
 
 
-@flow(name="train_leg", flow_run_name="{run.run_id} leg {leg}")
+@flow(name="train_leg", flow_run_name="{run.run_id} leg {leg}", **ON_END)
 def train_leg(run: RunRef, leg: int, allocation: LegAllocation) -> LegEnded:
     """Run iterations, manifest(n+1) = iterate(manifest(n)), until the run's last one or until the leg must stop."""
+    hold_flow_run(run_dir(run, read_config(run)))
     with open_services(run, leg, allocation) as services:
         manifest = begin_or_recover(services)
         ending = LegEnding.FINISHED
@@ -69,9 +71,11 @@ def close_leg(manifest: Manifest, ending: LegEnding, services: Services) -> None
         services.fleet.stop_rollouts()
         if not services.has_uncommitted_update:
             checkpoint_committed(manifest, services)
-    store_checkpoint(services)
+    track_receipt(manifest.iteration, store_checkpoint(services), services)
     if ending is LegEnding.FINISHED:
         export_at_end(manifest, services)
+    services.background.close(services.config.tracking.drain_seconds)
+    if ending is LegEnding.FINISHED:
         services.tracker.end(RunStatus.FINISHED)
 
 
@@ -83,7 +87,7 @@ def export_at_end(manifest: Manifest, services: Services) -> None:
         command = f"roll export {manifest.run_id}@{manifest.iteration} FOLDER"
         log.warning("checkpoint.export_at_end: left out, because the leg was told to stop; make it with: %s", command)
         return
-    store_export(manifest, services)
+    track_receipt(manifest.iteration, store_export(manifest, services), services)
 
 
 def iterate(manifest: Manifest, services: Services) -> Manifest:
@@ -110,17 +114,19 @@ def begin_or_recover(services: Services) -> Manifest:
     services.leg_time.load_history(chain)
     track_missed(chain, services)
     chain = chain or [commit_iteration_zero(services)]
-    recover(chain, services)
+    track_receipt(chain[-1].iteration, recover(chain, services), services)
+    services.iteration_began_at = time.monotonic()
     return chain[-1]
 
 
 def log_run_description(services: Services) -> None:
     """Send the run's config and, for a fork, its parent to the tracker."""
-    services.tracker.log_params(flat_config(services.config))
-    services.tracker.log_artifact("config.json", services.config.model_dump_json(indent=1).encode())
-    for ancestor in lineage(services.store, services.config)[:1]:
-        services.tracker.set_tags({"roll.forked_from": f"{ancestor.run_id}@{ancestor.iteration}"})
-        services.tracker.log_artifact("fork.txt", "\n".join(ancestor.changes).encode())
+    with services.tracker.dropping_errors():
+        services.tracker.log_params(flat_config(services.config))
+        services.tracker.log_artifact("config.json", services.config.model_dump_json(indent=1).encode())
+        for ancestor in lineage(services.store, services.config)[:1]:
+            services.tracker.set_tags({"roll.forked_from": f"{ancestor.run_id}@{ancestor.iteration}"})
+            services.tracker.log_artifact("fork.txt", "\n".join(ancestor.changes).encode())
 
 
 def commit_iteration_zero(services: Services) -> Manifest:
@@ -129,7 +135,7 @@ def commit_iteration_zero(services: Services) -> Manifest:
     published = publish(start, services)
     evaluated = evaluate(start, services)
     saving = checkpoint(start, published, services)
-    store_checkpoint(services)
+    track_receipt(0, store_checkpoint(services), services)
     return commit(None, IterationReceipts(None, None, start, published, evaluated, saving), services)
 
 
@@ -162,7 +168,8 @@ def run_leg_flow(run: RunRef, leg: int, allocation: LegAllocation) -> LegEnded:
         # Prefect's server is gone or overloaded. If the run is finished, only the flow's final state was not reported.
         return finished_leg(run, leg) or leg_failed(run, leg, error)
     except Exception as error:
-        traceback.print_exc()  # LegEnded holds one line; the leg's log has the traceback
+        with contextlib.suppress(OSError):  # a full disk under the leg's log
+            traceback.print_exc()  # LegEnded holds one line; the leg's log has the traceback
         if isinstance(error, ArtifactDamaged):
             # A cached result may name rollouts that were garbage-collected before they were committed: compute it again.
             shutil.rmtree(scratch / "stage-cache", ignore_errors=True)

@@ -59,7 +59,7 @@ def commit(parent: Manifest | None, iteration: IterationReceipts, services: Serv
     """
     collected = iteration.prepared.collected if iteration.prepared else None
     timings = {stage: receipt.seconds for stage, receipt in iteration.by_stage().items()}
-    timings["wall"] = time.monotonic() - services.last_commit_at
+    timings["wall"] = time.monotonic() - services.iteration_began_at
     manifest = Manifest(
         run_id=services.run.run_id,
         iteration=iteration.updated.iteration,
@@ -83,7 +83,7 @@ def commit(parent: Manifest | None, iteration: IterationReceipts, services: Serv
     services.fleet.raise_if_storing_failed()
     commit_manifest(services.store, manifest)
     services.fleet.on_committed(manifest.next_problem)
-    services.last_commit_at = time.monotonic()
+    services.iteration_began_at = time.monotonic()
     services.has_uncommitted_update = False
     track(manifest, services)
     return manifest

@@ -19,6 +19,7 @@ from prefect import Task
 from prefect.cache_policies import INPUTS, NO_CACHE, TASK_SOURCE
 
 from roll_core.errors import FailureClass, RollError, classify, one_line
+from roll_core.reporting.stage_log import iteration_in
 from roll_core.retries import backoff_delays
 from roll_core.types.manifest import Receipt
 
@@ -104,7 +105,10 @@ def _timed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _logged(run_name: str, function: Callable[P, R]) -> Callable[P, R]:
-    """Write the beginning and the end of a stage to the leg's stage log. A stage is a task with a `services` parameter."""
+    """Write the beginning and the end of a stage to the leg's stage log. A stage is a task with a `services` parameter.
+
+    Metrics of stages that belong to a leg and not to an iteration are written too: no manifest has them.
+    """
     signature = inspect.signature(function)
     if SERVICES_PARAMETER not in signature.parameters:
         return function
@@ -112,7 +116,11 @@ def _logged(run_name: str, function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def logged(*args: P.args, **kwargs: P.kwargs) -> R:
         arguments = signature.bind(*args, **kwargs).arguments
-        with arguments[SERVICES_PARAMETER].stage_log.stage(run_name.format(**arguments)):
-            return function(*args, **kwargs)
+        name = run_name.format(**arguments)
+        with arguments[SERVICES_PARAMETER].stage_log.stage(name) as metrics:
+            result = function(*args, **kwargs)
+            if isinstance(result, Receipt) and iteration_in(name) is None:
+                metrics |= result.metrics
+            return result
 
     return logged

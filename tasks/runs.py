@@ -1,5 +1,7 @@
 """Tasks that open, find, fork and summarize runs. Used by `flows/rlvr.py` and `roll leg`."""
 
+import logging
+
 from roll_core.config.load import load_config
 from roll_core.config.run import RunConfig
 from roll_core.errors import UserError
@@ -13,6 +15,8 @@ from roll_core.types.refs import RunRef
 from tasks.durability import state_changing
 from tasks.leg_requests import check_submission
 from tasks.services import run_dir
+
+log = logging.getLogger(__name__)
 
 
 @state_changing("open run")
@@ -51,12 +55,15 @@ def find_run(run_id: str, store_uri: str) -> RunRef:
 
 @state_changing("summary")
 def summarize(run: RunRef) -> RunSummary:
-    """Write the run's HTML report into its work folder, and return its summary."""
+    """Write the run's HTML report into its work folder, and return its summary. A full disk costs the report only."""
     config = runs.read_config(run)
     chain = runs.read_chain(runs.store_of(run), run.run_id)
     report = run_dir(run, config) / "report.html"
-    report.parent.mkdir(parents=True, exist_ok=True)
-    report.write_text(render_report(run.run_id, config, chain))
+    try:
+        report.parent.mkdir(parents=True, exist_ok=True)
+        report.write_text(render_report(run.run_id, config, chain))
+    except OSError as error:
+        log.warning("%s has no report: %s", run.run_id, error)
     return summary_of(run.run_id, chain)
 
 

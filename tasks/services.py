@@ -25,6 +25,7 @@ from roll_core.tracking.tracker import MACHINE_TAG, VERSIONS_TAG, Tracker
 from roll_core.types.leg import LegAllocation
 from roll_core.types.refs import RunRef
 from tasks.leg_time import LegTime
+from tasks.pages import BackgroundTracking, Pages
 
 if TYPE_CHECKING:
     from roll_core.roles.fleet import Fleet
@@ -61,8 +62,10 @@ class Services:
         self.tracker = tracker
         self.stage_log = stage_log
         self.leg_time = leg_time
-        self.last_commit_at = time.monotonic()
-        """Monotonic time of the last commit, or of the leg's start."""
+        self.background = BackgroundTracking(tracker)
+        self.pages = Pages(store, run_dir(run, config), config.tracking.trajectory_samples, tracker)
+        self.iteration_began_at = time.monotonic()
+        """Monotonic time of the last commit, of the end of recovery, or of the leg's start, whichever is last."""
         self.has_uncommitted_update = False
         """True from an update of critic or policy until its iteration is committed: what the trainer holds meanwhile is no
         committed iteration."""
@@ -89,9 +92,12 @@ def open_services(run: RunRef, leg: int, allocation: LegAllocation) -> Iterator[
             address = _ray_address(allocation, stage_log)
             fleet = stack.enter_context(Fleet(run, config, leg_dir, address, leg_time.is_told_to_stop))
         stack.enter_context(leg_time.handling_signals())
-        tracker.set_tags({"roll.leg": str(leg), MACHINE_TAG: machine_kind(), VERSIONS_TAG: library_versions()})
+        with tracker.dropping_errors():
+            tracker.set_tags({"roll.leg": str(leg), MACHINE_TAG: machine_kind(), VERSIONS_TAG: library_versions()})
         freeze_garbage_collector()
-        yield Services(run, config, leg, store_of(run), fleet, tracker, stage_log, leg_time)
+        services = Services(run, config, leg, store_of(run), fleet, tracker, stage_log, leg_time)
+        stack.callback(services.background.close, 0.0)
+        yield services
 
 
 def _ray_address(allocation: LegAllocation, stage_log: StageLog) -> str | None:

@@ -3,8 +3,10 @@
 `print_where_to_look` prints where a run's store, MLflow page, report and exports are; `roll show` uses it as well.
 """
 
+import contextlib
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +20,12 @@ if TYPE_CHECKING:
     from roll_core.store.records.runs import RunSummary
     from roll_core.types.refs import RunRef
 
-INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C stopped: 128 + SIGINT, as shells report it."""
+INTERRUPTED, TERMINATED = 130, 143
+"""Exit codes of a command that Ctrl-C or SIGTERM stopped: 128 + the number of the signal, as shells report it."""
+
+
+class Terminated(KeyboardInterrupt):
+    """Raised in the main thread by SIGTERM, which stops a command in the same way as Ctrl-C."""
 
 
 def follow(config: "RunConfig", store_uri: str, start_flow: "Callable[[], RunSummary]") -> int:
@@ -32,19 +38,21 @@ def follow(config: "RunConfig", store_uri: str, start_flow: "Callable[[], RunSum
     from rich.console import Console
 
     from flows.cli.progress_view import live_view
+    from flows.flow_runs import crash_dead_flow_runs
     from flows.prefect_server import exit_soon, prefect_api
     from roll_core.store.records.runs import summary_of_finished
 
     console = Console()
     with live_view(config, console) as view:
         try:
-            with prefect_api(Path(config.work_dir)):
+            with _raising_terminated(), prefect_api(Path(config.work_dir)):
+                crash_dead_flow_runs(Path(config.work_dir))
                 summary = start_flow()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
             view.progress.stop()
             advice = _resume_advice(view.run, store_uri) if view.run else "nothing had begun"
-            console.print(f"stopped; what was committed is safe; {advice}", highlight=False)
-            return INTERRUPTED
+            console.print(f"stopped; what was committed is safe; {advice}", highlight=False, soft_wrap=True)
+            return TERMINATED if isinstance(stop, Terminated) else INTERRUPTED
         except RollError as error:
             view.progress.stop()
             return _fail(str(error), error.exit_code, view.run, store_uri)
@@ -59,6 +67,20 @@ def follow(config: "RunConfig", store_uri: str, start_flow: "Callable[[], RunSum
     print_where_to_look(console, view.run, config, summary)
     exit_soon(0)
     return 0
+
+
+@contextlib.contextmanager
+def _raising_terminated() -> Iterator[None]:
+    """Raise Terminated at SIGTERM during the block. Prefect handles the signal first, and then calls this handler."""
+
+    def terminate(_number: int, _frame: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _fail(sentence: str, exit_code: int, run: "RunRef | None", store_uri: str) -> int:

@@ -15,6 +15,7 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print one line per run; a run that cannot be read gets a line that says why."""
+    from flows.flow_runs import crash_dead_if_served
     from roll_core.config.load import absolute_uri
     from roll_core.store.object_store import ObjectStore
     from roll_core.store.records.runs import find_run, read_chain, read_config, read_raw_config
@@ -23,11 +24,14 @@ def run(options: argparse.Namespace) -> int:
     run_ids = list(store.list("runs"))
     if not run_ids:
         print(f"no runs in {store.uri} yet; start one with: roll run configs/runs/quickstart.yaml")
+    work_dirs: set[str] = set()
     for run_id in run_ids:
         try:
             if not read_raw_config(store, run_id):
                 continue
-            total = read_config(find_run(store, run_id)).iterations
+            config = read_config(find_run(store, run_id))
+            total = config.iterations
+            work_dirs.add(config.work_dir)
             chain = read_chain(store, run_id)
         except RollError as error:
             print(f"{run_id:<24} unreadable: {error}")
@@ -37,4 +41,5 @@ def run(options: argparse.Namespace) -> int:
         state = "finished" if reached == total else f"resumable: roll resume {run_id}"
         shown = "-" if accuracy is None else f"{accuracy:.2f}"
         print(f"{run_id:<24} iteration {reached:>5}/{total:<5} accuracy {shown:<5} {state}")
+    crash_dead_if_served(work_dirs)
     return 0

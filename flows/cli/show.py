@@ -29,10 +29,11 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from flows.cli.progress_view import HEADER, iteration_row
+    from flows.flow_runs import crash_dead_if_served
     from roll_core.config.load import absolute_uri
     from roll_core.config.operations.legs import SlurmLauncherConfig
     from roll_core.data.ledger import totals
-    from roll_core.reporting.goodput import commits_in_chain, engines_over_time, leg_histories, leg_rows
+    from roll_core.reporting.goodput import commits_in_chain, engines_over_time, leg_histories, leg_measurements, leg_rows
     from roll_core.reporting.stage_log import read_stages_by_leg
     from roll_core.store.object_store import ObjectStore
     from roll_core.store.records.forks import lineage
@@ -50,8 +51,9 @@ def run(options: argparse.Namespace) -> int:
     config = read_config(run_ref)
     for ancestor in lineage(store, config):
         console.print(f"forked   {ancestor.run_id}@{ancestor.iteration}: {', '.join(ancestor.changes)}", highlight=False)
-    histories = leg_histories(read_stages_by_leg(Path(config.work_dir) / run_ref.run_id), commits_in_chain(chain))
-    for row in leg_rows(histories) if histories else ():
+    events = read_stages_by_leg(Path(config.work_dir) / run_ref.run_id)
+    histories = leg_histories(events, commits_in_chain(chain))
+    for row in [*leg_rows(histories), *leg_measurements(events)] if histories else ():
         console.print(row, highlight=False, soft_wrap=True)
     if config.legs.elastic is not None:
         console.print(f"engines  {engines_over_time(chain)}", highlight=False, soft_wrap=True)
@@ -60,6 +62,7 @@ def run(options: argparse.Namespace) -> int:
     if isinstance(config.legs.launcher, SlurmLauncherConfig) and shutil.which("squeue"):
         _print_queue(console, run_ref)
     print_where_to_look(console, run_ref, config, summary_of(run_ref.run_id, chain))
+    crash_dead_if_served({config.work_dir})
     return 0
 
 

@@ -64,22 +64,32 @@ def commits_in_logs(events_of_leg: LegEvents) -> dict[int, int]:
     }
 
 
+def events_until(events_of_leg: LegEvents, at: datetime) -> dict[int, list[StageEvent]]:
+    """Stage events up to a time, by leg: what the logs said then."""
+    return {leg: [event for event in events if event.at <= at] for leg, events in events_of_leg.items()}
+
+
 def commits_in_chain(chain: Sequence[Manifest]) -> dict[int, int]:
     """Return the leg that committed each iteration, from manifests."""
     return {manifest.iteration: manifest.leg for manifest in chain}
 
 
 def leg_histories(events_of_leg: LegEvents, committed_by: Mapping[int, int]) -> list[LegHistory]:
-    """Compute the history of every leg that wrote a stage log, in order. `committed_by` maps an iteration to its leg."""
+    """Compute the history of every leg that wrote a stage log, in order. `committed_by` maps an iteration to its leg.
+
+    It passes over the events of a leg a fixed number of times: a long run computes it at every evaluation.
+    """
     legs = sorted(leg for leg, events in events_of_leg.items() if events)
     ends = {leg: events_of_leg[leg][-1].at for leg in legs}
     down = {legs[0]: 0.0} if legs else {}
     down |= {leg: max(ZERO, events_of_leg[leg][0].at - ends[before]).total_seconds() for before, leg in pairwise(legs)}
+    begun_later: set[str] = set()
     histories = []
-    for leg in legs:
-        later = {event.name for other in legs if other > leg for event in events_of_leg[other] if event.edge is Edge.BEGIN}
-        histories.append(_history(leg, events_of_leg[leg], committed_by, later, down[leg]))
-    return histories
+    for leg in reversed(legs):
+        events = events_of_leg[leg]
+        histories.append(_history(leg, events, committed_by, begun_later, down[leg]))
+        begun_later |= {event.name for event in events if event.edge is Edge.BEGIN}
+    return histories[::-1]
 
 
 def _history(
@@ -87,9 +97,7 @@ def _history(
 ) -> LegHistory:
     ours = {iteration for iteration, by in committed_by.items() if by == leg}
     times: dict[str, timedelta] = dict.fromkeys(("useful", "lost", START, RECOVER), ZERO)
-    for committed in ours:
-        of_it = [event.at for event in events if _iteration(event) == committed]
-        times["useful"] += of_it[-1] - of_it[0] if of_it else ZERO
+    times["useful"] = sum((last - first for iteration, (first, last) in _spans(events).items() if iteration in ours), ZERO)
     for event, took in _durations(events):
         if event.name in (START, RECOVER):
             times[event.name] += took
@@ -107,6 +115,16 @@ def _history(
         other=max(ZERO, life - sum(times.values(), ZERO)).total_seconds(),
         down=down,
     )
+
+
+def _spans(events: Sequence[StageEvent]) -> dict[int, tuple[datetime, datetime]]:
+    """Times of the first and the last event of each iteration, by iteration."""
+    spans: dict[int, tuple[datetime, datetime]] = {}
+    for event in events:
+        if (iteration := _iteration(event)) is not None:
+            first, _ = spans.get(iteration, (event.at, event.at))
+            spans[iteration] = (first, event.at)
+    return spans
 
 
 def _iteration(event: StageEvent) -> int | None:
@@ -149,6 +167,23 @@ def engines_over_time(chain: Sequence[Manifest]) -> str:
 def leg_rows(histories: Sequence[LegHistory]) -> list[str]:
     """Lines of a text table, one row per leg, with its seconds by class and its useful share."""
     return ["leg  iterations   useful     lost  starting  recovering    other     down  of use", *map(_row, histories)]
+
+
+def leg_measurements(events_of_leg: LegEvents) -> list[str]:
+    """Metrics of the stages that belong to a leg, one line per leg that has some. A repeated stage shows its last value.
+
+    Example: leg 2: recover/replayed_iterations 3, recover/exact 1, checkpoint/megabytes 0.41
+    """
+    measured = {leg: _merged_metrics(events) for leg, events in sorted(events_of_leg.items())}
+    return [
+        f"leg {leg}: {', '.join(f'{name} {value:.6g}' for name, value in metrics.items())}"
+        for leg, metrics in measured.items()
+        if metrics
+    ]
+
+
+def _merged_metrics(events: Sequence[StageEvent]) -> Metrics:
+    return {name: value for event in events for name, value in event.metrics.items()}
 
 
 def _row(history: LegHistory) -> str:

@@ -316,8 +316,11 @@ class Fleet:
         processes["leg"] = os.getpid()
         if self._ray_address is None:
             processes["ray node"] = raylet_pid()
-        with atomic_replace(self._leg_dir / "processes.json") as file:
-            file.write(json.dumps(processes, indent=1).encode())
+        try:
+            with atomic_replace(self._leg_dir / "processes.json") as file:
+                file.write(json.dumps(processes, indent=1).encode())
+        except OSError as error:  # a full disk must not end a run
+            log.warning("the leg has no processes.json: %s", error)
 
     def _batch(self, collected: Collected) -> tuple[Collected, ray.ObjectRef | None]:
         """Return the arguments of a trainer call: the receipt, and a reference to the trajectories. The reference is None if

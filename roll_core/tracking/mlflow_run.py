@@ -1,7 +1,8 @@
 """MLflow run that a spool belongs to: found or created, then fed events.
 
 Used by the uploader and the baselines only, because importing this module imports MLflow, which takes seconds. Every call
-may raise any exception of MLflow while its server is down. Sending an event is idempotent: it can be repeated later.
+may raise any exception of MLflow while its server is down. Sending an event is idempotent: it can be repeated later. Only
+MlflowDeleted is final: someone deleted the run or its experiment.
 """
 
 import logging
@@ -10,10 +11,10 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from mlflow import MlflowClient
-from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.entities import LifecycleStage, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 
-from roll_core.tracking.spool import Destination, MetricsLogged, RunEnded
+from roll_core.tracking.spool import Destination, MetricsLogged, MlflowDeleted, RunEnded
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -47,18 +48,18 @@ class MlflowRun:
             for name, value in event.metrics.items()
         ]
         for first in range(0, len(metrics), _MAX_METRICS):
-            _send(metrics[first : first + _MAX_METRICS], self._send_metrics)
+            self._send(metrics[first : first + _MAX_METRICS], self._send_metrics)
 
     def log_params(self, params: dict[str, str]) -> None:
         """Send params. MLflow refuses to change the value of a param: then the first value stays."""
         entities = [Param(key, value) for key, value in params.items()]
         for first in range(0, len(entities), _MAX_PARAMS_OR_TAGS):
-            _send(entities[first : first + _MAX_PARAMS_OR_TAGS], self._send_params)
+            self._send(entities[first : first + _MAX_PARAMS_OR_TAGS], self._send_params)
 
     def set_tags(self, tags: dict[str, str]) -> None:
         entities = [RunTag(key, value) for key, value in tags.items()]
         for first in range(0, len(entities), _MAX_PARAMS_OR_TAGS):
-            _send(entities[first : first + _MAX_PARAMS_OR_TAGS], self._send_tags)
+            self._send(entities[first : first + _MAX_PARAMS_OR_TAGS], self._send_tags)
 
     def log_artifact(self, name: str, path: Path) -> None:
         """Upload a file as the artifact `name`, which may contain folders. Its last part must be the file's own name."""
@@ -66,13 +67,41 @@ class MlflowRun:
         try:
             self._client.log_artifact(self.run_id, str(path), None if folder == "." else folder)
         except MlflowException as error:
+            self._raise_if_deleted(error)
             if not _is_refusal(error):
                 raise
             _LOGGER.warning("MLflow refused artifact %s, which is lost: %s", name, error)
 
     def end(self, event: RunEnded) -> None:
         """Mark the MLflow run as ended, with the event's status and time."""
-        self._client.set_terminated(self.run_id, event.status.value, event.timestamp_ms)
+        try:
+            self._client.set_terminated(self.run_id, event.status.value, event.timestamp_ms)
+        except MlflowException as error:
+            self._raise_if_deleted(error)
+            raise
+
+    def _send(self, entities: list[_Entity], call: Callable[[Sequence[_Entity]], None]) -> None:
+        """Send entities; drop and log those that MLflow refuses for good, such as a bad name or a changed param.
+
+        MLflow refuses a call as a whole. Bisection finds the refused entity without losing the others.
+        """
+        try:
+            call(entities)
+        except MlflowException as error:
+            self._raise_if_deleted(error)
+            if not _is_refusal(error):
+                raise
+            if len(entities) == 1:
+                _LOGGER.warning("MLflow refused %s=%s, which is lost: %s", entities[0].key, entities[0].value, error)
+                return
+            half = len(entities) // 2
+            self._send(entities[:half], call)
+            self._send(entities[half:], call)
+
+    def _raise_if_deleted(self, error: MlflowException) -> None:
+        """Raise MlflowDeleted if MLflow refused because the run is deleted, which the error code alone does not say."""
+        if _is_refusal(error) and self._client.get_run(self.run_id).info.lifecycle_stage == LifecycleStage.DELETED:
+            raise MlflowDeleted(f"the MLflow run {self.run_id} was deleted: restore it to track this run") from error
 
     def _send_metrics(self, metrics: Sequence[Metric]) -> None:
         self._client.log_batch(self.run_id, metrics=metrics)
@@ -82,24 +111,6 @@ class MlflowRun:
 
     def _send_tags(self, tags: Sequence[RunTag]) -> None:
         self._client.log_batch(self.run_id, tags=tags)
-
-
-def _send(entities: list[_Entity], call: Callable[[Sequence[_Entity]], None]) -> None:
-    """Send entities; drop and log those that MLflow refuses for good, such as a bad name or a changed param.
-
-    MLflow refuses a call as a whole. Bisection finds the refused entity without losing the others.
-    """
-    try:
-        call(entities)
-    except MlflowException as error:
-        if not _is_refusal(error):
-            raise
-        if len(entities) == 1:
-            _LOGGER.warning("MLflow refused %s=%s, which is lost: %s", entities[0].key, entities[0].value, error)
-            return
-        half = len(entities) // 2
-        _send(entities[:half], call)
-        _send(entities[half:], call)
 
 
 def _is_refusal(error: MlflowException) -> bool:
@@ -117,8 +128,10 @@ def prepare_sqlite_folder(tracking_uri: str) -> str | None:
 
 
 def find_or_create_experiment(client: MlflowClient, name: str, artifact_location: str | None) -> str:
-    """Return the id of an experiment, created if missing."""
+    """Return the id of an experiment, created if missing. Raise MlflowDeleted if it was deleted."""
     experiment = client.get_experiment_by_name(name)
+    if experiment is not None and experiment.lifecycle_stage == LifecycleStage.DELETED:
+        raise MlflowDeleted(f"tracking.experiment: '{name}' was deleted in MLflow: restore it there, or name another one")
     if experiment is not None:
         return str(experiment.experiment_id)
     return str(client.create_experiment(name, artifact_location))

@@ -8,8 +8,6 @@ The tracker writes it, the uploader reads it. It outlives both, so that the next
     drain              request to the uploader to finish by a deadline
 """
 
-import errno
-import os
 import shutil
 import threading
 import uuid
@@ -20,9 +18,15 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from roll_core.errors import UserError
 from roll_core.host import atomic_replace
+from roll_core.line_log import append_line
 from roll_core.types.manifest import Metrics
 from roll_core.types.refs import Record
+
+
+class MlflowDeleted(UserError):
+    """The MLflow run or the experiment was deleted, so MLflow refuses every event."""
 
 
 class RunStatus(StrEnum):
@@ -167,7 +171,7 @@ class Spool:
         before it was asked to."""
         try:
             return _Drain.model_validate_json(self._drain_file.read_bytes()).deadline
-        except FileNotFoundError:
+        except (FileNotFoundError, ValidationError):
             return None
 
     def clear_drain(self) -> None:
@@ -231,50 +235,13 @@ class SpoolWriter:
 
     def __init__(self, spool: Spool):
         self._spool = spool
-        self._descriptor: int | None = None
         self._lock = threading.Lock()
 
     def append(self, event: TrackingEvent) -> None:
         """Append an event as one line. Raises OSError if the line cannot be written whole."""
-        line = event.model_dump_json().encode() + b"\n"
         with self._lock:
-            if self._descriptor is None:
-                self._descriptor = _open_at_line_start(self._spool.events_file)
-            try:
-                _write_whole(self._descriptor, line)
-            except OSError:
-                # The line may be torn now; reopening before the next one terminates it.
-                self._close_descriptor()
-                raise
-
-    def close(self) -> None:
-        with self._lock:
-            self._close_descriptor()
-
-    def _close_descriptor(self) -> None:
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def _open_at_line_start(path: Path) -> int:
-    """Open a file for appending, and end its last line if that was torn; returns the descriptor."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            _write_whole(descriptor, b"\n")
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _write_whole(descriptor: int, data: bytes) -> None:
-    """Write all bytes; a short write raises ENOSPC."""
-    if os.write(descriptor, data) != len(data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._spool.folder.mkdir(parents=True, exist_ok=True)
+            append_line(self._spool.events_file, event.model_dump_json().encode())
 
 
 def _replace(path: Path, record: Record) -> None:

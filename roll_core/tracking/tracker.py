@@ -1,4 +1,4 @@
-"""`Tracker`, through which a leg logs. Every call appends to the spool; a failure is logged once and never reaches training.
+"""`Tracker`, through which a leg logs. Every call appends to the spool; an error is logged once and never reaches training.
 
 Used by the leg driver. The tracker starts the uploader, a separate process, which alone imports MLflow and waits for it.
 """
@@ -25,6 +25,7 @@ from roll_core.tracking.spool import (
     Spool,
     SpoolWriter,
     TagsSet,
+    TrackingEvent,
 )
 from roll_core.types.manifest import Metrics
 from roll_core.types.refs import RunRef
@@ -53,7 +54,9 @@ class Tracker:
         """True if the spool is new. Events that earlier legs spooled on another machine may be lost and are logged again."""
         self._writer = SpoolWriter(self._spool)
         self._uploader: subprocess.Popen[bytes] | None = None
+        self._has_ended = False
         self._num_dropped = 0
+        self._kinds_seen: set[type[Exception]] = set()
 
     def start(self) -> None:
         """Start the uploader process, unless `tracking.uri` is null. It first sends the events that earlier legs left in the
@@ -69,29 +72,30 @@ class Tracker:
 
     def log_metrics(self, iteration: int, metrics: Metrics, at: datetime) -> None:
         """Log metrics of an iteration. Idempotent: logged again with the same time, they are the same points in MLflow."""
-        with self._drop_on_error():
+        with self.dropping_errors():
             timestamp_ms = int(at.timestamp() * 1000)
-            self._writer.append(MetricsLogged(iteration=iteration, metrics=metrics, timestamp_ms=timestamp_ms))
+            self._append(MetricsLogged(iteration=iteration, metrics=metrics, timestamp_ms=timestamp_ms))
 
     def log_artifact(self, name: str, data: bytes) -> None:
         """Log bytes as an artifact. `name` may contain folders, as in "manifests/00000004.json"."""
-        with self._drop_on_error():
-            self._writer.append(ArtifactLogged(name=name, file=self._spool.put_artifact(name, data)))
+        with self.dropping_errors():
+            self._append(ArtifactLogged(name=name, file=self._spool.put_artifact(name, data)))
 
     def log_params(self, params: dict[str, str]) -> None:
         """Log params. MLflow keeps the first value of a param and refuses to change it."""
-        with self._drop_on_error():
-            self._writer.append(ParamsLogged(params=params))
+        with self.dropping_errors():
+            self._append(ParamsLogged(params=params))
 
     def set_tags(self, tags: dict[str, str]) -> None:
         """Set tags of the MLflow run; a new value replaces the old one."""
-        with self._drop_on_error():
-            self._writer.append(TagsSet(tags=tags))
+        with self.dropping_errors():
+            self._append(TagsSet(tags=tags))
 
     def end(self, status: RunStatus) -> None:
-        """Log that the run, not only this leg, has ended. Call it last: any later event marks the run as running again."""
-        with self._drop_on_error():
-            self._writer.append(RunEnded(status=status, timestamp_ms=_now_ms()))
+        """Log that the run, not only this leg, has ended. Later events are dropped: they would mark it as running again."""
+        with self.dropping_errors():
+            self._append(RunEnded(status=status, timestamp_ms=_now_ms()))
+            self._has_ended = True
 
     def close(self) -> int:
         """Drain the spool for at most `drain_seconds`, stop the uploader, and return the number of events not uploaded.
@@ -100,21 +104,29 @@ class Tracker:
         """
         self._stop_uploader()
         try:
-            self._writer.close()
             return self._spool.count_left() + self._num_dropped
         except OSError as error:
             _LOGGER.warning("tracking cannot read its spool %s: %s", self._spool.folder, error)
             return self._num_dropped
 
     @contextlib.contextmanager
-    def _drop_on_error(self) -> Iterator[None]:
-        """Count an event that cannot be spooled as dropped instead of raising: a full disk must not end a run."""
+    def dropping_errors(self) -> Iterator[None]:
+        """Count what the block could not log as dropped instead of raising: no fault of tracking may end a run.
+
+        The first error of each kind is logged with its traceback.
+        """
         try:
             yield
-        except (OSError, ValueError) as error:
-            if self._num_dropped == 0:
-                _LOGGER.warning("tracking loses events, of which this is the first, in %s: %s", self._spool.folder, error)
+        except Exception as error:
             self._num_dropped += 1
+            if type(error) not in self._kinds_seen:
+                self._kinds_seen.add(type(error))
+                _LOGGER.warning("tracking loses events in %s: %s", self._spool.folder, error, exc_info=True)
+
+    def _append(self, event: TrackingEvent) -> None:
+        if self._has_ended:
+            raise ValueError("the run has ended, and an event after its end would mark it as running again")
+        self._writer.append(event)
 
     def _spawn_uploader(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "roll_core.tracking.uploader", str(self._spool.folder)]

@@ -18,6 +18,7 @@ from roll_core.host import try_lock
 from roll_core.tracking.spool import (
     ArtifactLogged,
     MetricsLogged,
+    MlflowDeleted,
     ParamsLogged,
     RunEnded,
     Spool,
@@ -88,20 +89,36 @@ class Upload:
         self._spool = spool
         self._offset = spool.read_cursor()
         self._run: MlflowRun | None = None
+        self._is_deleted = False
+        self.num_dropped = 0
+        """Number of events dropped because the MLflow run or its experiment was deleted."""
 
     def advance(self) -> bool:
-        """Upload the next events; returns False if there were none. After an error, the next call resumes at the cursor."""
+        """Upload the next events; returns False if there were none. After an error, the next call resumes at the cursor.
+
+        Once MLflow says that the run was deleted, events are dropped: it would refuse them for the rest of the leg.
+        """
         pending = self._spool.read(self._offset, _MAX_EVENTS)
         if pending.end == self._offset:
             return False
         if pending.num_damaged:
             _LOGGER.warning("skipped %d damaged lines of %s", pending.num_damaged, self._spool.events_file)
         for events in _batches(pending.events):
-            self._send(events)
+            self._send_or_drop(events)
             self._advance_cursor(events[-1].end)
             self._remove_artifacts(events)
         self._advance_cursor(pending.end)
         return True
+
+    def _send_or_drop(self, events: Sequence[SpooledEvent]) -> None:
+        try:
+            if not self._is_deleted:
+                self._send(events)
+        except MlflowDeleted as error:
+            _LOGGER.warning("events of this leg are dropped from here on: %s", error)
+            self._is_deleted = True
+        if self._is_deleted:
+            self.num_dropped += len(events)
 
     def reconnect(self) -> None:
         """Find the MLflow run again before the next event, in case it was deleted or its server was replaced."""
@@ -171,7 +188,10 @@ def follow(spool: Spool, deadline: UploadDeadline) -> int:
             if deadline.is_over():
                 return 1
             deadline.wait(_POLL_SECONDS)
-        return _follow_locked(Upload(spool), deadline)
+        upload = Upload(spool)
+        exit_code = _follow_locked(upload, deadline)
+        _report_dropped(upload)
+        return exit_code
 
 
 def _follow_locked(upload: Upload, deadline: UploadDeadline) -> int:
@@ -210,10 +230,16 @@ def upload_once(spool: Spool) -> int:
         try:
             while upload.advance():
                 pass
+            _report_dropped(upload)
         except Exception as error:
             _LOGGER.error("%d events are left in %s: %s", spool.count_left(), spool.folder, _abbreviated(error))
             return 1
     return 0
+
+
+def _report_dropped(upload: Upload) -> None:
+    if upload.num_dropped:
+        _LOGGER.warning("dropped %d events of a run or experiment that was deleted in MLflow", upload.num_dropped)
 
 
 def _abbreviated(error: Exception) -> str:

@@ -203,7 +203,7 @@ class Manifest(Record):
     """Receipt of `evaluate`; null if no evaluation was due."""
     metrics: Metrics
     timings: dict[str, float]
-    """Seconds of each stage; `wall` is the time since the previous commit."""
+    """Seconds of each stage; `wall` is the time since the previous commit, or since the recovery of the leg."""
     committed_at: str
     """Time of the commit, ISO 8601 in UTC."""
 

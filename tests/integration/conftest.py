@@ -302,6 +302,23 @@ class Workspace:
     def checkpoints(self, run_id: str = "tiny-1") -> list[CheckpointRef]:
         return checkpoints_of(self.store, self.chain(run_id))
 
+    def flow_states(self) -> list[str]:
+        """States in Prefect of the flow run of `roll run` in this folder and of its legs, in the order they started."""
+        from prefect.client.orchestration import get_client
+        from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
+        from prefect.client.schemas.sorting import FlowRunSort
+        from prefect.settings import PREFECT_API_URL, temporary_settings
+
+        with (
+            temporary_settings({PREFECT_API_URL: self.environment["PREFECT_API_URL"]}),
+            get_client(sync_client=True) as client,
+        ):
+            newest = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=50)
+            (outer,) = [run for run in newest if run.parameters.get("config") == str(self.config)]
+            its_legs = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[outer.id]))
+            legs = client.read_flow_runs(flow_run_filter=its_legs, sort=FlowRunSort.START_TIME_ASC)
+            return [run.state.name for run in (outer, *legs)]
+
     def wait_for_iteration(self, iteration: int, run_id: str = "tiny-1", deadline_s: float = 180.0) -> None:
         manifest = self.folder / f"roll-data/store/runs/{run_id}/iterations/{iteration:08d}.json"
         self.wait_until(manifest.exists, f"iteration {iteration} of {run_id} is committed", deadline_s)

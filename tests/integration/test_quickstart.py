@@ -77,6 +77,7 @@ def test_mlflow_holds_one_finished_run_with_its_curves_config_and_samples(finish
     assert run.data.params["rollout.group_size"] == "16"
     expected = {"reward/mean", "accuracy/held_out", "update/kl_to_sampler", "update/clip_fraction", "update/entropy"}
     expected |= {"response/mean_tokens", "throughput/tokens_per_second", "seconds/collect", "seconds/update"}
+    expected |= {"recover/exact", "recover/replayed_iterations", "checkpoint/megabytes", "export/megabytes"}
     assert expected <= run.data.metrics.keys()
     history = client.get_metric_history(run.info.run_id, "reward/mean")
     assert sorted(point.step for point in history) == list(range(1, ITERATIONS + 1))
@@ -98,3 +99,4 @@ def test_runs_and_show_read_the_store(finished):
     assert "finished" in listed
     shown = workspace.printed("show", "quickstart-1")
     assert f"in {ITERATIONS} iterations" in shown
+    assert "leg 1: recover/replayed_iterations 0, recover/exact 1" in shown

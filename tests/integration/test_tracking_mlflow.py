@@ -3,7 +3,9 @@
 import contextlib
 import math
 import os
+import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import urllib.error
@@ -20,16 +22,25 @@ from roll_core.config.operations.services import TrackingConfig
 from roll_core.host import free_port
 from roll_core.tracking.spool import RunStatus, Spool
 from roll_core.tracking.tracker import Tracker
+from roll_core.types.leg import LegEnding
 from roll_core.types.refs import RunRef
+from tests.integration.conftest import REHEARSED, Workspace
 from tests.support import QUIET_MLFLOW, wait_until
 
 NOON = datetime(2026, 11, 15, 12, tzinfo=UTC)
 RUN = RunRef(run_id="quickstart-3", store_uri="file:///home/ada/roll-data", config_digest="1b4f")
 DRAIN_SECONDS = 120.0
+UPLOADER = [sys.executable, "-m", "roll_core.tracking.uploader"]
 
 
 def sqlite_config(folder: Path) -> TrackingConfig:
     return TrackingConfig(uri=f"sqlite:///{folder}/data/mlflow.db", experiment="tests", drain_seconds=DRAIN_SECONDS)
+
+
+def copied_database(folder: Path, database: Path) -> TrackingConfig:
+    """Config of a copy of an empty MLflow database: creating its tables takes longer than a test."""
+    shutil.copyfile(database, folder / "mlflow.db")
+    return TrackingConfig(uri=f"sqlite:///{folder}/mlflow.db", experiment="tests", drain_seconds=DRAIN_SECONDS)
 
 
 def the_only_run(client: MlflowClient) -> Run:
@@ -49,8 +60,24 @@ def artifact_text(client: MlflowClient, run: Run, name: str, folder: Path) -> st
 
 
 def upload_once(spool_dir: Path) -> int:
-    command = [sys.executable, "-m", "roll_core.tracking.uploader", str(spool_dir), "--once"]
-    return subprocess.run(command, timeout=120).returncode
+    return subprocess.run([*UPLOADER, str(spool_dir), "--once"], timeout=120).returncode
+
+
+def test_a_leg_that_can_write_no_log_and_reads_damaged_ones_finishes(workspace: Workspace) -> None:
+    """As on a full disk: every file of logs and tracking is replaced by something that cannot be written."""
+    run = workspace.open(*REHEARSED)
+    folder = workspace.folder / "roll-data/work/tiny-1"
+    for name in ("processes.json", "stages.jsonl"):
+        (folder / "leg-1" / name / "full").mkdir(parents=True)  # a folder where a file should be
+    for name in ("tracking", "flow-runs"):
+        (folder / name).touch()  # a file where a folder should be
+    (folder / "leg-x").mkdir()
+    (folder / "leg-x/stages.jsonl").touch()
+    (folder / "leg-0").mkdir()
+    (folder / "leg-0/stages.jsonl").write_bytes(b'{"name": "coll\n' + bytes(4096) + b"\n")
+    ended = workspace.run_leg(run)
+    assert ended.ending is LegEnding.FINISHED, ended.cause
+    assert [manifest.iteration for manifest in workspace.chain()] == [0, 1, 2, 3]
 
 
 def test_two_legs_feed_one_mlflow_run(tmp_path: Path) -> None:
@@ -104,6 +131,63 @@ def test_two_legs_feed_one_mlflow_run(tmp_path: Path) -> None:
     assert run.data.params == {"algorithm.name": "grpo", "seed": "7", "leg": "2"}
     assert run.data.tags["roll.leg"] == "2"
     assert run.data.tags["roll.store"] == RUN.store_uri
+
+
+@pytest.mark.parametrize("what", ["run", "experiment"])
+def test_events_of_a_deleted_run_are_dropped_with_a_count_and_not_tried_again(
+    tmp_path: Path, mlflow_database: Path, what: str
+):
+    config = copied_database(tmp_path, mlflow_database)
+    client, spool = MlflowClient(config.uri), Spool(tmp_path / "spool")
+    tracker = Tracker(config, RUN, spool.folder)
+    tracker.start()
+    tracker.log_metrics(1, {"reward/mean": 0.25}, NOON)
+    wait_until(lambda: spool.count_left() == 0, "the first event is uploaded")
+    run = the_only_run(client)
+    if what == "run":
+        client.delete_run(run.info.run_id)
+    else:
+        client.delete_experiment(run.info.experiment_id)
+
+    tracker.log_metrics(2, {"reward/mean": 0.5, "reward/max": 1.0}, NOON)
+    tracker.log_artifact("config.yaml", b"name: quickstart")
+    tracker.log_metrics(3, {"reward/mean": 0.5}, NOON)
+    tracker.end(RunStatus.FINISHED)
+    assert tracker.close() == 0, "none is left for the next leg"
+    said = spool.log_file.read_text()
+    assert said.count("events of this leg are dropped from here on") == 1
+    assert "dropped 4 events" in said
+    assert "trying again" not in said
+
+    after = subprocess.run([*UPLOADER, str(spool.folder), "--once"], timeout=120, capture_output=True)
+    assert after.returncode == 0
+    assert history(client, run, "reward/mean") == [(1, 0.25)]
+
+
+def test_a_deleted_experiment_is_named_when_a_leg_begins(tmp_path: Path, mlflow_database: Path):
+    config = copied_database(tmp_path, mlflow_database)
+    client = MlflowClient(config.uri)
+    client.delete_experiment(client.create_experiment(config.experiment))
+    tracker = Tracker(config, RUN, tmp_path / "spool")
+    tracker.start()
+    tracker.log_metrics(1, {"reward/mean": 0.25}, NOON)
+    assert tracker.close() == 0
+    assert "tracking.experiment: 'tests' was deleted in MLflow" in Spool(tmp_path / "spool").log_file.read_text()
+
+
+def test_a_locked_mlflow_neither_ends_nor_blocks_a_leg(tmp_path: Path, mlflow_database: Path):
+    config = copied_database(tmp_path, mlflow_database).model_copy(update={"drain_seconds": 1.0})
+    tracker = Tracker(config, RUN, tmp_path / "spool")
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)) as somebody:
+        somebody.execute("BEGIN EXCLUSIVE")
+        tracker.start()
+        tracker.log_metrics(1, {"reward/mean": 0.25}, NOON)
+        tracker.log_artifact("config.yaml", b"name: quickstart")
+        tracker.end(RunStatus.FINISHED)
+        assert tracker.close() == 3, "all wait in the spool"
+    assert upload_once(tmp_path / "spool") == 0
+    client = MlflowClient(config.uri)
+    assert history(client, the_only_run(client), "reward/mean") == [(1, 0.25)]
 
 
 def test_a_killed_leg_is_uploaded_to_its_last_event(tmp_path: Path) -> None:

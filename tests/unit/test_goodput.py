@@ -1,12 +1,20 @@
 """Goodput of legs: seconds by kind of use, worked by hand."""
 
+import math
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from roll_core.reporting.goodput import commits_in_logs, goodput_metrics, leg_histories, leg_rows
-from roll_core.reporting.stage_log import FILE_NAME, Edge, StageEvent, read_stages, read_stages_by_leg
+from roll_core.reporting.goodput import (
+    commits_in_logs,
+    events_until,
+    goodput_metrics,
+    leg_histories,
+    leg_measurements,
+    leg_rows,
+)
+from roll_core.reporting.stage_log import FILE_NAME, Edge, StageEvent, StageLog, read_stages, read_stages_by_leg
 
 NOON = datetime(2026, 11, 15, 12, tzinfo=UTC)
 
@@ -87,6 +95,49 @@ def test_goodput_metrics_and_the_table_of_legs():
     assert metrics["goodput/useful_share"] == pytest.approx(30 / 92)
     assert goodput_metrics([])["goodput/useful_share"] == 0.0
     assert leg_rows(histories)[2].split() == ["2", "1", "3.0", "2.0", "8.0", "3.0", "1.0", "26.0", "7%"]
+
+
+class CountedPasses(list):
+    """Events of a leg that count how often they are passed over."""
+
+    passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        return super().__iter__()
+
+
+def test_goodput_passes_over_the_events_of_a_leg_a_fixed_number_of_times():
+    few, many = (
+        CountedPasses(event for number in range(count) for event in stage(f"collect {number}", number, number + 1))
+        for count in (2, 200)
+    )
+    for events in (few, many):
+        [only] = leg_histories({1: events}, dict.fromkeys(range(200), 1))
+        assert only.useful == len(events) / 2
+    assert few.passes == many.passes
+
+
+def test_goodput_as_of_a_time_does_not_change_afterwards():
+    as_of = NOON + timedelta(seconds=74.5)  # within the commit of iteration 2
+    then = {1: FIRST_LEG, 2: SECOND_LEG[:7]}
+    assert events_until(then, as_of) == {1: FIRST_LEG, 2: SECOND_LEG[:7]}
+    now = events_until(LEGS, as_of)
+    assert leg_histories(now, {0: 1, 1: 1, 2: 2}) == leg_histories(then, {0: 1, 1: 1, 2: 2})
+
+
+def test_metrics_of_stages_that_no_manifest_has_are_in_the_stage_log(tmp_path: Path):
+    (tmp_path / "leg-2").mkdir()
+    log = StageLog(tmp_path / "leg-2")
+    with log.stage("recover") as metrics:
+        metrics |= {"recover/replayed_iterations": 3, "recover/exact": 1.0}
+    with log.stage("store checkpoint") as metrics:
+        metrics |= {"checkpoint/megabytes": math.nan}
+    with log.stage("collect 3"):
+        pass
+    assert leg_measurements(read_stages_by_leg(tmp_path)) == [
+        "leg 2: recover/replayed_iterations 3, recover/exact 1, checkpoint/megabytes nan"
+    ]
 
 
 def test_logs_are_read_leg_by_leg_in_the_order_of_legs(tmp_path: Path):

@@ -7,10 +7,12 @@ import pytest
 
 from roll_core.errors import ArtifactDamaged, IterationTaken, UserError
 from roll_core.store.object_store import ObjectStore
+from roll_core.store.records.exports import is_finished
 from roll_core.store.records.runs import commit, find_run, open_run, read_chain, read_config, read_manifest, summary_of
 from roll_core.store.records.sealed import create_sealed
 from roll_core.types.manifest import NO_PARENT, Evaluated, Manifest
 from roll_core.types.refs import ArtifactKind, ArtifactRef, record_digest, record_json
+from tests.stored_runs import StoredRuns
 from tests.support import tiny_config
 
 
@@ -205,3 +207,20 @@ def test_a_chain_written_before_a_field_existed_is_still_valid(store):
     create_sealed(store, manifest_name(0), first_json)
     create_sealed(store, manifest_name(1), json.dumps(second, separators=(",", ":")).encode())
     assert [m.iteration for m in read_chain(store, "tiny-1")] == [0, 1]
+
+
+@pytest.mark.parametrize("export_at_end", [True, False])
+def test_a_run_is_finished_once_its_last_checkpoint_and_its_export_are_stored(tmp_path, export_at_end):
+    stored = StoredRuns(tmp_path)
+    run_id = stored.open(checkpoint={"every": 1, "export_at_end": export_at_end})
+    run = find_run(stored.store, run_id)
+    assert not is_finished(run), "nothing is committed"
+    stored.commit(run_id, upto=98)
+    stored.checkpoint(run_id, 98)
+    assert not is_finished(run), "one iteration is missing"
+    stored.commit(run_id, upto=99)
+    assert not is_finished(run), "killed before its last checkpoint was stored"
+    stored.checkpoint(run_id, 99)
+    assert is_finished(run) is not export_at_end
+    stored.export(run_id, 99)
+    assert is_finished(run)

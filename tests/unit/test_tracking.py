@@ -47,7 +47,6 @@ def write(spool: Spool, events: list[TrackingEvent]) -> None:
     writer = SpoolWriter(spool)
     for event in events:
         writer.append(event)
-    writer.close()
 
 
 def read_all(spool: Spool) -> list[TrackingEvent]:
@@ -239,3 +238,23 @@ def test_a_full_disk_never_raises(tmp_path: Path) -> None:
 def test_the_training_process_does_not_import_mlflow() -> None:
     program = "import sys, roll_core.tracking.tracker; sys.exit('mlflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+def test_a_damaged_drain_request_is_none(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    spool.request_drain(time.time() + 30)
+    (tmp_path / "drain").write_bytes(bytes(20))
+    assert spool.drain_deadline() is None
+
+
+def test_an_error_of_any_kind_within_tracking_is_logged_once_and_never_raised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = Tracker(TrackingConfig(uri=None), RUN, tmp_path)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            with tracker.dropping_errors():
+                raise RuntimeError("a bad page")
+        tracker.log_metrics(1, {"reward/mean": 0.25}, NOON)
+    assert [record.getMessage() for record in caplog.records] == [f"tracking loses events in {tmp_path}: a bad page"]
+    assert tracker.close() == 4, "three dropped, and one in the spool, which has no uploader"

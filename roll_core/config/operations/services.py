@@ -42,7 +42,8 @@ class TrackingConfig(Section):
     trajectory_samples: Annotated[NonNegativeInt, Unit("trajectories")] = 16
     """Trajectories of each evaluation to keep as a readable MLflow artifact; 0 keeps none."""
     drain_seconds: PositiveFloat = 30.0
-    """Longest wait at the end of a leg for metrics in the spool, in seconds; the next leg uploads the rest."""
+    """Longest wait at the end of a leg for pages that are being made, and then for the upload of the spool, in seconds each.
+    The next leg uploads the rest."""
 
 
 class DeadlinesConfig(Section):

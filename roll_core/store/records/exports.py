@@ -8,10 +8,10 @@ As with checkpoints, a record counts only if its weights digest is that of the c
 from roll_core.errors import UserError
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.checkpoints import checkpoints_of
-from roll_core.store.records.runs import read_chain
+from roll_core.store.records.runs import read_chain, read_config, store_of
 from roll_core.store.records.sealed import create_record, read_record
 from roll_core.types.manifest import Manifest
-from roll_core.types.refs import ExportRef
+from roll_core.types.refs import ExportRef, RunRef
 
 
 def record_export(store: ObjectStore, run_id: str, export: ExportRef) -> None:
@@ -25,6 +25,16 @@ def find_export(store: ObjectStore, manifest: Manifest) -> ExportRef | None:
         return read_record(store, _record_name(manifest.run_id, manifest.iteration, manifest.weights_digest), ExportRef)
     except FileNotFoundError:
         return None
+
+
+def is_finished(run: RunRef) -> bool:
+    """True if a run has nothing left to do: its last iteration is committed, with its checkpoint and the export that
+    `checkpoint.export_at_end` asks for."""
+    store, config = store_of(run), read_config(run)
+    chain = read_chain(store, run.run_id)
+    if not chain or chain[-1].iteration < config.iterations or not checkpoints_of(store, chain[-1:]):
+        return False
+    return not config.checkpoint.export_at_end or find_export(store, chain[-1]) is not None
 
 
 def manifest_to_export(store: ObjectStore, run_id: str, iteration: int | None) -> Manifest:
