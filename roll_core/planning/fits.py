@@ -45,7 +45,8 @@ def _advise_update(config: RunConfig, shape: ModelShape, device_gb: float) -> st
         nearest = nearest_proposal(config, shape, device_gb)
         if nearest is not None:
             changed = override_keys(config, nearest.layout, nearest.recomputes)
-            return f"{' '.join(f'--set {each}' for each in changed)} {nearest.verdict}, with {nearest.gpu_gb:.0f} GB"
+            verb = "fits" if nearest.verdict is MemoryFit.FITS else "is tight"
+            return f"{' '.join(f'--set {each}' for each in changed)} {verb}, with {nearest.gpu_gb:.0f} GB"
     tried = [
         words
         for words, changed in _update_advice(config, shape, device_gb)

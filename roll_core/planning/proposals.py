@@ -13,8 +13,8 @@ from roll_core.planning.layout_checks import tensor_divides
 from roll_core.planning.memory import (
     PROCESS_GB,
     SLEEPING_ENGINE_GB,
-    TrainerMemory,
     MemoryFit,
+    TrainerMemory,
     judge_memory,
     trainer_memory,
 )
