@@ -25,10 +25,12 @@ def run(options: argparse.Namespace) -> int:
     from flows.cli import sbatch
     from roll_core.config.load import load_config
     from roll_core.config.operations.legs import SlurmLauncherConfig
+    from roll_core.planning.architectures import check_architecture
     from roll_core.planning.plan import describe_plan
     from roll_core.planning.preflight import check_experts, check_fits, check_layout, check_lora_targets
 
     config = load_config(options.config, options.overrides)
+    check_architecture(config)
     check_layout(config)
     check_experts(config)
     check_lora_targets(config)

@@ -55,9 +55,14 @@ def group_mean_batch_std(inputs: AdvantageInputs) -> Tensor:
 
 
 def leave_one_out(inputs: AdvantageInputs) -> Tensor:
-    """Reward minus the mean of the others of its group (RLOO, arXiv 2402.14740); zero if alone in a group."""
-    sizes_S = count_by(inputs.group_S, _num_groups(inputs), inputs.rewards_S)[inputs.group_S]
-    return _returns(_centred(inputs) * sizes_S / (sizes_S - 1).clamp(min=1), inputs)
+    """Reward minus the mean of the others of its group (RLOO, arXiv 2402.14740); zero if alone in a group. Token rewards (a
+    KL penalty) are summed into the reward before the mean is taken, as in TRL and verl."""
+    num_groups, rewards_S = _num_groups(inputs), inputs.rewards_S
+    if inputs.token_rewards_N is not None:
+        rewards_S = rewards_S + sum_by(inputs.token_rewards_N, inputs.sequence_N, inputs.num_sequences)
+    sizes_S = count_by(inputs.group_S, num_groups, rewards_S)[inputs.group_S]
+    advantages_S = centred_by(rewards_S, inputs.group_S, num_groups) * sizes_S / (sizes_S - 1).clamp(min=1)
+    return advantages_S[inputs.sequence_N]
 
 
 def greedy_baseline(inputs: AdvantageInputs) -> Tensor:

@@ -17,7 +17,7 @@ from roll_core.algorithms.inputs import AdvantageFn, LossFn, Objective, Reductio
 from roll_core.algorithms.values import clipped_value_loss
 from roll_core.config.algorithm import methods, shaping
 from roll_core.config.algorithm.methods import AlgorithmConfig, Baseline
-from roll_core.config.algorithm.policy_update import Aggregation, ClippedUpdate, PolicyUpdate, RatioLevel, Signal
+from roll_core.config.algorithm.policy_update import Aggregation, ClippedUpdate, PolicyUpdate, Signal
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,15 @@ class Algorithm:
         return self.credit_signals | self.loss_signals
 
 
-def _clipped(config: ClippedUpdate, level: RatioLevel = RatioLevel.TOKEN) -> Objective:
+def _clipped(config: ClippedUpdate) -> Objective:
+    return partial(losses.clipped_ratio, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip)
+
+
+def _sequence_clipped(config: methods.Gspo) -> Objective:
+    # Both give one gradient where a sequence has one advantage, but round differently: runs without shaping.kl keep theirs.
+    objective = losses.clipped_shared_ratio if config.charges_tokens else losses.clipped_ratio
     low, high = config.clip_low, config.clip_high
-    return partial(losses.clipped_ratio, clip_low=low, clip_high=high, dual_clip=config.dual_clip, level=level)
+    return partial(objective, clip_low=low, clip_high=high, dual_clip=config.dual_clip, level=config.level)
 
 
 def _group(config: Any) -> AdvantageFn:
@@ -120,7 +126,7 @@ TABLE: tuple[CatalogEntry, ...] = (
         methods.Rloo,
         name="RLOO",
         paper="arXiv 2402.14740",
-        formula="A = R - mean of the others of the group;  loss = -A log pi",
+        formula="A = R - mean of the others of the group, R with the KL penalty of shaping.kl;  loss = -A log pi",
         use_when="Small groups, one optimizer step an iteration: an unbiased baseline and no clipping.",
         advantage=lambda _: advantages.leave_one_out,
         objective=lambda _: losses.policy_gradient,
@@ -200,10 +206,13 @@ TABLE: tuple[CatalogEntry, ...] = (
         methods.Gspo,
         name="GSPO",
         paper="arXiv 2507.18071",
-        formula=f"A as GRPO;  r = exp(mean_t log(pi / anchor)) of the sequence (or turn);  loss = {CLIPPED}",
+        formula=(
+            f"A as GRPO;  r = exp(mean_t log(pi / anchor)) of the sequence (or turn);  loss = {CLIPPED};  "
+            "with shaping.kl, where A differs by token: sg[r] pi / sg[pi] in place of r (GSPO-token)"
+        ),
         use_when="Mixtures of experts and long completions, where single tokens' ratios are noise.",
         advantage=lambda _: advantages.group_normalized,
-        objective=lambda c: _clipped(c, c.level),
+        objective=_sequence_clipped,
     ),
     CatalogEntry(
         methods.Dapo,

@@ -78,9 +78,11 @@ def probability_difference(inputs: LossInputs, level: CorrectionLevel) -> Tensor
             return difference_N
         case CorrectionLevel.SEGMENT:
             return masked_mean_by(difference_N, inputs.mask_N, inputs.turn_N, inputs.num_turns)[inputs.turn_N]
-        case CorrectionLevel.GEOMETRIC | CorrectionLevel.SEQUENCE:
+        case CorrectionLevel.GEOMETRIC:
             means_S = masked_mean_by(difference_N, inputs.mask_N, inputs.sequence_N, inputs.num_sequences)
             return means_S[inputs.sequence_N]
+        case CorrectionLevel.SEQUENCE:
+            raise AssertionError("FilterConfig refuses differences of whole sequences")
 
 
 def is_kept(inputs: LossInputs, each: FilterConfig) -> Tensor:

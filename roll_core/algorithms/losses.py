@@ -29,8 +29,26 @@ def clipped_ratio(
     level: RatioLevel = RatioLevel.TOKEN,
 ) -> TokenLosses:
     """PPO (arXiv 1707.06347): -min(r A, clip(r, 1 - low, 1 + high) A); with dual clip (arXiv 1912.09729) at most -dual_clip
-    A for A < 0. With the geometric mean of a sequence's ratios: GSPO (arXiv 2507.18071); or of a turn's."""
-    ratio_N = _log_ratio(inputs, level).exp()
+    A for A < 0. With the geometric mean of a sequence's ratios: GSPO (arXiv 2507.18071); or of a turn's. The tokens that
+    share a ratio must share an advantage, too: the gradient of the ratio gives each of them the mean advantage."""
+    return _clipped_gain(inputs, _log_ratio(inputs, level).exp(), clip_low, clip_high, dual_clip)
+
+
+def clipped_shared_ratio(
+    inputs: LossInputs, *, clip_low: float, clip_high: float, level: RatioLevel, dual_clip: float | None = None
+) -> TokenLosses:
+    """GSPO-token (arXiv 2507.18071): `clipped_ratio` with sg[r] pi / sg[pi] in place of the shared ratio r. Each token keeps
+    its own advantage in the gradient. Where tokens that share a ratio share an advantage, the gradient of their sum is that
+    of `clipped_ratio`."""
+    shared_N = _log_ratio(inputs, level).detach().exp()
+    one_N = (inputs.policy_logprobs_N - inputs.policy_logprobs_N.detach()).exp()
+    return _clipped_gain(inputs, shared_N * one_N, clip_low, clip_high, dual_clip)
+
+
+def _clipped_gain(
+    inputs: LossInputs, ratio_N: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> TokenLosses:
+    """Objective of PPO for any ratio."""
     advantages_N = inputs.advantages_N
     clipped_ratio_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
     gain_N = torch.minimum(ratio_N * advantages_N, clipped_ratio_N * advantages_N)
@@ -77,8 +95,9 @@ def tapered_off_policy(
 
 def mirror_descent(inputs: LossInputs, *, temperature: float, level: RatioLevel) -> TokenLosses:
     """Mirror descent (Kimi k1.5, arXiv 2501.12599): -A log pi + temperature / 2 (log r)^2. In the paper the square is that
-    of the whole sequence's log ratio, which its tokens share equally; with level TOKEN it is that of each token's."""
-    log_ratio_N = _unaveraged_log_ratio(inputs)
+    of the whole sequence's log ratio, which its tokens share equally; with level TOKEN it is that of each token's. The log
+    ratio is not bounded: a bound would end the pull to the anchor where it is needed most."""
+    log_ratio_N = inputs.policy_logprobs_N - inputs.anchor_logprobs_N
     if level is RatioLevel.TOKEN:
         penalty_N = log_ratio_N.square()
     else:
@@ -161,12 +180,8 @@ def _metric_sums(inputs: LossInputs, tokens: TokenLosses) -> dict[str, Tensor]:
     }
 
 
-def _unaveraged_log_ratio(inputs: LossInputs) -> Tensor:
-    return (inputs.policy_logprobs_N - inputs.anchor_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
 def _log_ratio(inputs: LossInputs, level: RatioLevel) -> Tensor:
-    log_ratio_N = _unaveraged_log_ratio(inputs)
+    log_ratio_N = (inputs.policy_logprobs_N - inputs.anchor_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if level is RatioLevel.TOKEN:
         return log_ratio_N
     index_N, count = _level(inputs, level)

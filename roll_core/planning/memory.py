@@ -9,6 +9,7 @@ follow from arithmetic and were not compared with a measurement.
 
 import subprocess
 from dataclasses import dataclass
+from enum import StrEnum
 
 from roll_core.config.algorithm.methods import Distillation
 from roll_core.config.inference import VllmInference
@@ -32,6 +33,29 @@ SLEEPING_ENGINE_GB = 2.0
 ENGINE_OVERHEAD_GB = 3.0
 """GB of `memory_share` that vLLM uses for neither weights nor KV cache: its largest forward pass, and its CUDA graphs. A
 guess."""
+
+
+TIGHT_SHARE = 0.9
+"""Share of a GPU's memory above which a plan is called tight: allocators fragment, and estimates were right within a tenth
+where measured."""
+
+
+class MemoryFit(StrEnum):
+    """Comparison of the memory that a plan needs with the memory that a GPU has."""
+
+    FITS = "fits"
+    """At most 90 % of the GPU is needed."""
+    TIGHT = "tight"
+    """More than 90 % is needed, which may not be there."""
+    DOES_NOT_FIT = "does not fit"
+    """More is needed than there is."""
+
+
+def judge_memory(needed_gb: float, device_gb: float) -> MemoryFit:
+    """Judge whether `needed_gb` fit a GPU of `device_gb`. Checks, plans and proposals all judge by this."""
+    if needed_gb > device_gb:
+        return MemoryFit.DOES_NOT_FIT
+    return MemoryFit.TIGHT if needed_gb > TIGHT_SHARE * device_gb else MemoryFit.FITS
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,13 @@
 """Sizes of a model and its number of weights: all that planning needs to know of it."""
 
-import json
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 from roll_core.config.model import Architecture, ModelConfig, ModelShape, PretrainedModel, ScratchModel
 from roll_core.config.training.lora import LoraConfig, LoraTarget
+from roll_core.errors import UserError
 from roll_core.models.characters import VOCABULARY
+from roll_core.planning.architectures import HfConfig, read_hf_config, why_not_planned
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,8 @@ def lora_parameters(shape: ModelShape, lora: LoraConfig) -> int:
 
 
 def shape_of(model: ModelConfig) -> ModelShape | None:
-    """Read the shape from the model's folder, else from `model.shape`; return None if neither is there."""
+    """Read the shape from the model's folder, else from `model.shape`; return None if neither is there, or if the folder's
+    model is of an architecture that planning does not know."""
     match model:
         case ScratchModel():
             is_mixture = model.architecture is Architecture.QWEN3_MOE
@@ -108,25 +108,30 @@ def shape_of(model: ModelConfig) -> ModelShape | None:
                 experts_per_token=model.experts_per_token if is_mixture else 1,
             )
         case PretrainedModel():
-            hf_config = Path(model.path) / "config.json"
-            return _shape_from_hf_config(json.loads(hf_config.read_text())) if hf_config.is_file() else model.shape
+            hf_config = read_hf_config(model)
+            if hf_config is None:
+                return model.shape
+            return None if why_not_planned(hf_config) else _shape_from_hf_config(hf_config, model.path)
 
 
-def _shape_from_hf_config(hf_config: dict[str, Any]) -> ModelShape:
-    """Read the shape from a Hugging Face config.json of the Llama or Qwen3 family."""
-    hidden, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
-    # Published configs have "num_experts"; transformers 5 saves "num_local_experts".
-    experts = hf_config.get("num_experts", hf_config.get("num_local_experts", 0))
-    return ModelShape(
-        hidden=hidden,
-        intermediate=hf_config["moe_intermediate_size" if experts else "intermediate_size"],
-        layers=hf_config["num_hidden_layers"],
-        heads=heads,
-        kv_heads=hf_config.get("num_key_value_heads", heads),
-        head_size=hf_config.get("head_dim") or hidden // heads,
-        vocabulary=hf_config["vocab_size"],
-        is_tied=hf_config.get("tie_word_embeddings", False),
-        has_head_norms=hf_config.get("model_type", "").startswith("qwen3"),
-        experts=experts,
-        experts_per_token=hf_config.get("num_experts_per_tok", 1) if experts else 1,
-    )
+def _shape_from_hf_config(hf_config: HfConfig, folder: str) -> ModelShape:
+    """Read the shape from a Hugging Face config.json of the Llama or Qwen family."""
+    try:
+        hidden, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
+        # Published configs have "num_experts"; transformers 5 saves "num_local_experts".
+        experts = hf_config.get("num_experts", hf_config.get("num_local_experts", 0))
+        return ModelShape(
+            hidden=hidden,
+            intermediate=hf_config["moe_intermediate_size" if experts else "intermediate_size"],
+            layers=hf_config["num_hidden_layers"],
+            heads=heads,
+            kv_heads=hf_config.get("num_key_value_heads") or heads,
+            head_size=hf_config.get("head_dim") or hidden // heads,
+            vocabulary=hf_config["vocab_size"],
+            is_tied=hf_config.get("tie_word_embeddings", False),
+            has_head_norms=hf_config["model_type"].startswith("qwen3"),
+            experts=experts,
+            experts_per_token=hf_config.get("num_experts_per_tok", 1) if experts else 1,
+        )
+    except KeyError as missing:
+        raise UserError(f"model.path: config.json in {folder} has no {missing}: fetch the model again") from None

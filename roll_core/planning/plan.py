@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from roll_core.config.algorithm.shaping import KlEstimator
 from roll_core.config.inference import VllmInference
-from roll_core.config.model import ModelConfig, ModelShape, ScratchModel
+from roll_core.config.model import ModelConfig, ModelShape, PretrainedModel, ScratchModel
 from roll_core.config.operations.legs import LegsConfig
 from roll_core.config.operations.placement import DeviceKind
 from roll_core.config.operations.services import TrackingConfig
@@ -14,9 +14,18 @@ from roll_core.config.rollout import RolloutConfig
 from roll_core.config.run import RunConfig
 from roll_core.config.training.layout import LayoutConfig
 from roll_core.config.training.training import BackendKind
+from roll_core.planning.architectures import read_hf_config, why_not_planned
 from roll_core.planning.assumptions import assumed_tokens
 from roll_core.planning.fits import override_keys
-from roll_core.planning.memory import device_memory_gb, engine_memory, gpu_memory, trainer_memory
+from roll_core.planning.memory import (
+    TIGHT_SHARE,
+    MemoryFit,
+    device_memory_gb,
+    engine_memory,
+    gpu_memory,
+    judge_memory,
+    trainer_memory,
+)
 from roll_core.planning.model_shape import parameters_of, shape_of
 from roll_core.planning.proposals import Proposal, propose
 from roll_core.planning.time_model import checkpoint_bytes, iteration_time, publish_bytes, stop_seconds
@@ -35,9 +44,10 @@ class PlanSection:
 
 
 def describe_plan(config: RunConfig) -> list[PlanSection]:
-    """Describe a run, section by section. A summary comes first if the model's shape and the GPUs' memory are known."""
+    """Describe a run, section by section. A summary comes first if the model's shape and the GPUs' memory are known, or the
+    reason why nothing is estimated if the model's architecture is not known."""
     shape = shape_of(config.model)
-    plain = [_run(config), _stages(config), _roles(config), _arithmetic(config)]
+    plain = [*_not_planned(config.model), _run(config), _stages(config), _roles(config), _arithmetic(config)]
     if shape is None or config.cluster.device is not DeviceKind.CUDA:
         return [*plain, _surroundings(config)]
     device_gb = device_memory_gb(config.cluster)
@@ -60,7 +70,7 @@ def _summary(config: RunConfig, shape: ModelShape, device_gb: float, proposals: 
     hours = config.iterations * time.total / 3600
     prompt, completion = assumed_tokens(config)
     rows = [
-        ("fits", f"{gpu.peak:.1f} of {device_gb:.1f} GB on the fullest GPU that trains"),
+        (judge_memory(gpu.peak, device_gb), f"{gpu.peak:.1f} of {device_gb:.1f} GB {_describe_margin(gpu.peak, device_gb)}"),
         ("an iteration", f"about {time.total:.0f} s: {parts}{beside}"),
         (
             "the run",
@@ -79,6 +89,14 @@ def _summary(config: RunConfig, shape: ModelShape, device_gb: float, proposals: 
     return PlanSection("in short (times are estimates)", tuple(rows))
 
 
+def _describe_margin(needed_gb: float, device_gb: float) -> str:
+    """Say which GPU is meant, and that little of it is left if the memory is tight."""
+    where = "on the fullest GPU that trains"
+    if judge_memory(needed_gb, device_gb) is MemoryFit.FITS:
+        return where
+    return f"{where}: over {TIGHT_SHARE:.0%}, fragmentation and communication may need the rest"
+
+
 def _compare_with_best(config: RunConfig, seconds: float, proposals: list[Proposal]) -> str:
     """Compare the seconds of the config's updates with the fastest layout."""
     best = proposals[0] if proposals else None
@@ -86,6 +104,13 @@ def _compare_with_best(config: RunConfig, seconds: float, proposals: list[Propos
         return "none is quicker by more than 2 %"
     settings = " ".join(f"--set {each}" for each in override_keys(config, best.layout, best.recomputes))
     return f"updates would be {seconds / best.update.total:.2f} times as quick with {settings}"
+
+
+def _not_planned(model: ModelConfig) -> list[PlanSection]:
+    """Section that says why memory and time are not planned; none if the model's sizes are known or its folder is absent."""
+    hf_config = read_hf_config(model) if isinstance(model, PretrainedModel) else None
+    reason = why_not_planned(hf_config) if hf_config is not None else None
+    return [PlanSection("in short", (("not planned", f"memory and time: {reason}"),))] if reason is not None else []
 
 
 def _run(config: RunConfig) -> PlanSection:
@@ -113,7 +138,9 @@ def _signals(config: RunConfig) -> str:
 
 def _model(model: ModelConfig) -> str:
     shape = shape_of(model)
-    size = f"{parameters_of(shape).total / 1e6:,.2f} M parameters" if shape is not None else "not on this machine"
+    is_here = isinstance(model, PretrainedModel) and read_hf_config(model) is not None
+    unknown = "size not known" if is_here else "not on this machine"
+    size = f"{parameters_of(shape).total / 1e6:,.2f} M parameters" if shape is not None else unknown
     name = f"{model.architecture} from scratch" if isinstance(model, ScratchModel) else model.path
     return f"{name}, {size}, {model.max_positions} positions"
 
@@ -292,11 +319,12 @@ def _proposals(proposals: list[Proposal], device_gb: float) -> PlanSection:
     rows = []
     for proposal in proposals[:NUM_PROPOSALS]:
         sizes = describe_layout(proposal.layout) + (", recomputed" if proposal.recomputes else "")
+        sizes += ", tight" if proposal.verdict is MemoryFit.TIGHT else ""
         total = proposal.update.total
         shares = f"{proposal.update.communication / total:4.0%} sending {proposal.update.bubble / total:4.0%} idle"
         rows.append((f"{total:10.1f} s", f"{proposal.gpu_gb:6.1f} GB {shares}  {sizes}"))
     if not rows:
-        rows = [("", f"none fits {device_gb:.0f} GB: give placement.trainer more devices")]
+        rows = [("", f"none of those tried fits {device_gb:.0f} GB")]
     return PlanSection("layouts: an iteration's updates, the quickest first", tuple(rows))
 
 

@@ -19,6 +19,7 @@ from roll_core.errors import UserError
 from roll_core.extras import Extra, require
 from roll_core.inference.vllm.support import check_divisible, check_head_size, check_version
 from roll_core.models.packaged import PACKAGED
+from roll_core.planning.architectures import check_architecture
 from roll_core.planning.fits import check_memory
 from roll_core.planning.layout_checks import check_divides
 from roll_core.planning.memory import device_memory_gb
@@ -39,6 +40,7 @@ def check_ready(config: RunConfig) -> None:
     """Raise UserError about the first thing that would make the run fail later."""
     if isinstance(config.model, PretrainedModel):
         _check_model("model.path", Path(config.model.path))
+        check_architecture(config)
         _check_shape(config.model)
     if config.training.backend is BackendKind.MEGATRON:
         require("megatron", Extra.MEGATRON, "training.backend megatron")
@@ -110,8 +112,7 @@ def _check_engine(config: RunConfig) -> None:
         return
     check_version()
     shape = shape_of(config.model)
-    assert shape is not None, "the model's folder was looked at before"
-    if config.cluster.device is DeviceKind.CPU:
+    if shape is not None and config.cluster.device is DeviceKind.CPU:
         check_head_size(shape.head_size)
 
 

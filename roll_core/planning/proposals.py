@@ -10,19 +10,23 @@ from roll_core.config.run import RunConfig
 from roll_core.config.training.layout import LayoutConfig
 from roll_core.config.training.training import BackendKind
 from roll_core.planning.layout_checks import tensor_divides
-from roll_core.planning.memory import PROCESS_GB, SLEEPING_ENGINE_GB, TrainerMemory, trainer_memory
+from roll_core.planning.memory import (
+    PROCESS_GB,
+    SLEEPING_ENGINE_GB,
+    MemoryFit,
+    TrainerMemory,
+    judge_memory,
+    trainer_memory,
+)
 from roll_core.planning.time_model import UpdateTime, update_time
 
-HEADROOM = 0.1
-"""Share of a GPU's memory that a proposal leaves free: allocators fragment, and estimates were right within a tenth where
-measured."""
 MAX_CHUNKS = 4
 """Chunks per pipeline stage that are tried, at most."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Layout that fits, with its estimated memory and time."""
+    """Layout that fits, if only tightly, with its estimated memory and time."""
 
     layout: LayoutConfig
     recomputes: bool
@@ -30,31 +34,43 @@ class Proposal:
     memory: TrainerMemory
     gpu_gb: float
     """GB at the peak of an update, with the process and a sleeping engine."""
+    verdict: MemoryFit
     update: UpdateTime
 
 
 def propose(config: RunConfig, shape: ModelShape, device_gb: float) -> list[Proposal]:
-    """Return all layouts that fit, fastest first; of equally fast ones, the one that needs less memory first."""
-    proposals = []
-    shared = config.placement.shared
-    for layout in _layouts(config, shape):
-        if config.rollout.num_trajectories // config.training.optimizer_steps < layout.data_parallel_size(
-            len(config.placement.trainer)
-        ):
-            continue
-        for recomputes in (False, True):
-            candidate, overhead_gb = with_layout(config, layout, recomputes), PROCESS_GB + SLEEPING_ENGINE_GB * bool(shared)
-            memory = trainer_memory(candidate, shape)
-            if memory.peak + overhead_gb <= (1 - HEADROOM) * device_gb:
-                proposals.append(
-                    Proposal(layout, recomputes, memory, memory.peak + overhead_gb, update_time(candidate, shape))
-                )
-                break  # recomputation would only be slower
-    return sorted(proposals, key=lambda proposal: (round(proposal.update.total, 2), proposal.gpu_gb))
+    """Return all layouts that fit, or, if none does, those that are tight: fastest first; of equally fast ones, the one that
+    needs less memory first."""
+    layouts = [layout for layout in _layouts(config, shape) if _has_work(config, layout)]
+    for verdict in (MemoryFit.FITS, MemoryFit.TIGHT):
+        tried = [_try_layout(config, shape, device_gb, layout, verdict) for layout in layouts]
+        if proposals := [proposal for proposal in tried if proposal is not None]:
+            return sorted(proposals, key=lambda proposal: (round(proposal.update.total, 2), proposal.gpu_gb))
+    return []
 
 
-def nearest_that_fits(config: RunConfig, shape: ModelShape, device_gb: float) -> Proposal | None:
-    """Return the layout that fits with the fewest changed settings, the fastest of several; None if none fits."""
+def _has_work(config: RunConfig, layout: LayoutConfig) -> bool:
+    """True if every copy of the model gets a trajectory in every optimizer step."""
+    per_step = config.rollout.num_trajectories // config.training.optimizer_steps
+    return per_step >= layout.data_parallel_size(len(config.placement.trainer))
+
+
+def _try_layout(
+    config: RunConfig, shape: ModelShape, device_gb: float, layout: LayoutConfig, wanted: MemoryFit
+) -> Proposal | None:
+    """Estimate a layout that earns the wanted verdict, with recomputation only if it must be; None if it does not."""
+    overhead_gb = PROCESS_GB + SLEEPING_ENGINE_GB * bool(config.placement.shared)
+    for recomputes in (False, True):
+        candidate = with_layout(config, layout, recomputes)
+        memory = trainer_memory(candidate, shape)
+        gpu_gb = memory.peak + overhead_gb
+        if judge_memory(gpu_gb, device_gb) is wanted:
+            return Proposal(layout, recomputes, memory, gpu_gb, wanted, update_time(candidate, shape))
+    return None
+
+
+def nearest_proposal(config: RunConfig, shape: ModelShape, device_gb: float) -> Proposal | None:
+    """Return the layout of `propose` with the fewest changed settings, the fastest of several; None if there is none."""
     settings = _settings(config.training.layout, config.training.activation_checkpointing)
 
     def num_changes(proposal: Proposal) -> int:

@@ -34,12 +34,12 @@ VARIANTS: dict[str, tuple[dict[str, Any], set[Signal]]] = {
     "cispo with mask": ({"kind": "cispo", "mask_clipped": True}, set()),
     "mixed distillation": (ALGORITHMS["distillation"] | {"reward_weight": 0.5}, {Signal.TEACHER}),
     "ppo without value clip": ({"kind": "ppo", "critic": {"value_clip": None}, "trace_decay": 1.0}, {Signal.VALUES}),
-    "k1 in the loss": ({"kind": "grpo", "kl_loss": {"estimator": "k1"}}, REFERENCE),
     "k2 in the loss": ({"kind": "grpo", "kl_loss": {"estimator": "k2"}}, REFERENCE),
     "k3 in the loss": ({"kind": "grpo", "kl_loss": {"estimator": "k3"}}, REFERENCE),
     "absolute KL in the loss": ({"kind": "grpo", "kl_loss": {"estimator": "absolute"}}, REFERENCE),
     "full KL in the loss": ({"kind": "grpo", "kl_loss": {"estimator": "full"}}, set()),
     "KL in the reward": ({"kind": "ppo", "shaping": {"kl": {}}}, {Signal.VALUES, Signal.ANCHOR, Signal.REFERENCE}),
+    "KL in the reward of gspo": ({"kind": "gspo", "shaping": {"kl": {}}}, {Signal.ANCHOR, Signal.REFERENCE}),
     "adaptive KL in the reward": ({"kind": "grpo", "shaping": {"kl": {"adaptive": {}}}}, {Signal.ANCHOR, Signal.REFERENCE}),
     "full KL in the reward": ({"kind": "rloo", "shaping": {"kl": {"estimator": "full"}}}, {Signal.DIVERGENCE}),
     "every correction": (

@@ -72,6 +72,16 @@ def test_every_run_file_loads_and_overrides_at_most_twenty_lines(path):
         ),
         ("algorithm={kind: topr, lower: 2}", "algorithm: lower (2.0) must be below upper (1.0)"),
         ("algorithm={kind: topr, positive_weight: 0, negative_weight: 0}", "algorithm: positive_weight and negative_weight"),
+        (
+            "algorithm={kind: topr, shaping: {kl: {}}}",
+            "algorithm: shaping.kl gives the tokens of a trajectory advantages of",
+        ),
+        ("algorithm={kind: topr, domains: {sort: {kl: {}}}}", "algorithm: shaping.kl gives the tokens of a trajectory"),
+        ("algorithm.kl_loss={estimator: k1}", "algorithm.kl_loss: estimator k1 has an expected gradient of zero as a loss"),
+        (
+            "algorithm.correction={filters: [{level: sequence, compared: difference}]}",
+            "algorithm.correction.filters.0: level sequence is a product of ratios, which compared difference does not have",
+        ),
         ("algorithm={kind: tis, correction: {}}", "algorithm: the objective already weighs by policy / sampler"),
         ("algorithm.correction={weighting: null}", "algorithm.correction: without weighting, filters and veto_below"),
         (
@@ -223,6 +233,18 @@ def test_a_mismatch_limit_that_corrects_declares_the_anchor_logprobs_it_may_need
     config = load_config(ROOT / "configs/runs/quickstart.yaml", settings)
     assert config.fallback_algorithm.loss_signals(2) == {Signal.ANCHOR}
     assert config.algorithm.loss_signals(2) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "level"),
+    [("{kind: grpo}", "token"), ("{kind: gspo}", "geometric"), ("{kind: gspo, level: turn}", "segment")],
+)
+def test_a_mismatch_is_corrected_over_the_span_of_the_policy_ratio(algorithm, level):
+    settings = [f"algorithm={algorithm}", "training.mismatch.action=correct"]
+    correction = load_config(ROOT / "configs/runs/quickstart.yaml", settings).fallback_algorithm.correction
+    assert correction is not None
+    assert correction.weighting is not None
+    assert correction.weighting.level == level
 
 
 @pytest.mark.parametrize("kind", ["tis", "topr", "decoupled_ppo"])

@@ -15,9 +15,9 @@ from roll_core.config.training.layout import LayoutConfig
 from roll_core.errors import UserError
 from roll_core.planning.fits import check_memory
 from roll_core.planning.layout_checks import check_divides, layout_faults
-from roll_core.planning.memory import layers_in_flight, trainer_memory
+from roll_core.planning.memory import PROCESS_GB, MemoryFit, gpu_memory, judge_memory, layers_in_flight, trainer_memory
 from roll_core.planning.model_shape import parameters_of, shape_of
-from roll_core.planning.proposals import HEADROOM, propose, with_layout
+from roll_core.planning.proposals import propose, with_layout
 from roll_core.planning.sharding import weights_of_stages
 from roll_core.planning.time_model import iteration_time, update_time
 from tests.support import ROOT
@@ -149,7 +149,7 @@ def test_proposed_layouts_fit_and_divide_and_are_sorted_by_time():
     seconds = [proposal.update.total for proposal in proposals]
     assert all(later >= earlier - 0.01 for earlier, later in pairwise(seconds))
     for proposal in proposals:
-        assert proposal.gpu_gb <= (1 - HEADROOM) * DEVICE_GB
+        assert proposal.verdict is judge_memory(proposal.gpu_gb, DEVICE_GB) is MemoryFit.FITS
         assert not layout_faults(proposal.layout, shape)
         assert 256 % proposal.layout.ranks_per_copy == 256 % proposal.layout.ranks_per_expert_copy == 0
 
@@ -233,6 +233,26 @@ def test_the_layout_that_a_refusal_advises_fits(overrides):
         check_memory(config, shape, DEVICE_GB)
     advised = [word for word in str(refused.value).split() if word.startswith("training.")]
     check_memory(load_config(LARGE, [*overrides, *advised]), shape, DEVICE_GB)
+
+
+def test_a_layout_that_needs_nine_tenths_of_a_gpu_is_tight_in_the_plan_and_among_the_proposals(capsys):
+    config, shape = config_and_shape(MIDDLE)
+    needed_gib = gpu_memory(config, shape, DEVICE_GB).updating * 1e9 / 2**30
+    for share, verdict in ((0.89, "fits"), (0.91, "tight")):
+        assert cli.main(["plan", str(MIDDLE), "--set", f"cluster.device_memory_gib={needed_gib / share}"]) == 0
+        assert capsys.readouterr().out.splitlines()[1].split()[0] == verdict
+    assert cli.main(["plan", str(MIDDLE), "--set", f"cluster.device_memory_gib={needed_gib / 1.01}"]) == 2
+    assert "too many" in capsys.readouterr().err
+
+
+def test_where_no_layout_fits_with_a_margin_the_tight_ones_are_proposed():
+    config, shape = config_and_shape(MIDDLE)
+    layouts = [proposal.layout for proposal in propose(config, shape, 1e6)]
+    least = PROCESS_GB + min(trainer_memory(with_layout(config, layout, True), shape).peak for layout in layouts)
+    proposals = propose(config, shape, least / 0.95)
+    assert proposals
+    assert {proposal.verdict for proposal in proposals} == {MemoryFit.TIGHT}
+    assert not propose(config, shape, least / 1.05)
 
 
 def test_a_batch_smaller_than_the_number_of_copies_is_refused_with_one_that_is_not():

@@ -14,7 +14,7 @@ from roll_core.errors import UserError
 from roll_core.models.causal_lm import build_model
 from roll_core.planning.activations import saved_bytes_per_layer
 from roll_core.planning.fits import check_memory
-from roll_core.planning.memory import engine_memory, gpu_memory, trainer_memory
+from roll_core.planning.memory import MemoryFit, engine_memory, gpu_memory, judge_memory, trainer_memory
 from roll_core.planning.model_shape import parameters_of, shape_of
 from roll_core.training.torch.trainable import TorchSettings
 
@@ -217,7 +217,7 @@ def test_offload_frees_the_trainers_memory_while_the_engine_generates():
         (
             {"training__micro_batch_tokens": 4096, "inference__memory_share": 0.95},
             80.0,
-            r"lower inference.memory_share to 0.90",
+            r"set training.offload=true, or lower inference.memory_share to 0.80$",
         ),
         ({"training__micro_batch_tokens": 4096}, 9.0, r"give placement.trainer more devices"),
     ],
@@ -225,6 +225,24 @@ def test_offload_frees_the_trainers_memory_while_the_engine_generates():
 def test_a_config_that_does_not_fit_is_refused_by_its_key(changes, device_gb, message):
     with pytest.raises(UserError, match=message):
         check_memory(on_one_gpu(**changes), QWEN3_0_6B, device_gb)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 0.900001, 1.0, 1.000001])
+def test_one_function_judges_memory_with_a_margin(share):
+    expected = MemoryFit.FITS if share <= 0.9 else MemoryFit.TIGHT if share <= 1.0 else MemoryFit.DOES_NOT_FIT
+    assert judge_memory(share * 80.0, 80.0) is expected
+
+
+def test_advice_that_was_tried_and_failed_is_not_given():
+    # 596 M weights x 16 bytes are more than 9 GB: neither a smaller micro-batch nor recomputation can help
+    with pytest.raises(UserError) as refused:
+        check_memory(on_one_gpu(training__micro_batch_tokens=4096), QWEN3_0_6B, 9.0)
+    assert "activation_checkpointing" not in str(refused.value)
+    assert "micro_batch_tokens" not in str(refused.value)
+    # the trainer is offloaded already: that cannot be advised once more
+    offloaded = on_one_gpu(inference__memory_share=0.995, training__micro_batch_tokens=4096, training__offload=True)
+    with pytest.raises(UserError, match=r"tokens are generated: lower inference.memory_share to 0.89$"):
+        check_memory(offloaded, QWEN3_0_6B, 80.0)
 
 
 def test_the_advised_micro_batch_fits():

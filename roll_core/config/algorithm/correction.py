@@ -69,6 +69,15 @@ class FilterConfig(Section):
             raise ValueError(f"lower ({lower}) must be below upper ({upper}): everything would be removed")
         return self
 
+    @model_validator(mode="after")
+    def _check_a_difference_has_no_product(self):
+        if self.compared is Compared.DIFFERENCE and self.level is CorrectionLevel.SEQUENCE:
+            raise ValueError(
+                "level sequence is a product of ratios, which compared difference does not have: set level geometric for "
+                "the mean difference of a sequence, or compared ratio"
+            )
+        return self
+
 
 class CorrectionConfig(Section):
     """Any of the three; reports the share of tokens kept and the effective sample size."""

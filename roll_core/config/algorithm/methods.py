@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from roll_core.config.algorithm.correction import CorrectionConfig, WeightingConfig
+from roll_core.config.algorithm.correction import CorrectionConfig, CorrectionLevel, WeightingConfig
 from roll_core.config.algorithm.critic import CriticConfig
 from roll_core.config.algorithm.policy_update import (
     Aggregation,
@@ -196,6 +196,11 @@ class Gspo(ClippedUpdate):
     """`turn` gives each turn of a conversation its own ratio."""
     aggregation: Aggregation = Aggregation.SEQUENCE_MEAN_TOKEN_MEAN
 
+    @property
+    def correction_level(self) -> CorrectionLevel:
+        """Span of the policy ratio: its gradient would give the tokens that share it the mean of their weights."""
+        return CorrectionLevel.SEGMENT if self.level is RatioLevel.TURN else CorrectionLevel.GEOMETRIC
+
 
 class DapoShaping(ShapingConfig):
     """Shaping with the overlong penalty on by default."""
@@ -297,6 +302,15 @@ class Topr(PolicyUpdate):
             raise ValueError("positive_weight and negative_weight cannot both be 0: nothing would be learned")
         if self.reward_baseline is not None and self.scale_by_std:
             raise ValueError("scale_by_std is about groups: leave it out with reward_baseline")
+        return self
+
+    @model_validator(mode="after")
+    def _check_a_trajectory_has_one_sign(self):
+        if self.charges_tokens:
+            raise ValueError(
+                "shaping.kl gives the tokens of a trajectory advantages of different signs, and topr treats a trajectory by "
+                "its one sign: leave shaping.kl out and set kl_loss"
+            )
         return self
 
 

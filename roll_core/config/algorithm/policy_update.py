@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from roll_core.config.algorithm.correction import CorrectionConfig
+from roll_core.config.algorithm.correction import CorrectionConfig, CorrectionLevel, WeightingConfig
 from roll_core.config.algorithm.critic import CriticConfig
 from roll_core.config.algorithm.shaping import KlEstimator, NormalizingConfig, ShapingConfig, StatisticsFrom
 from roll_core.config.base import Section
@@ -57,7 +57,16 @@ class KlLossConfig(Section):
     coefficient: PositiveFloat = 0.001
     """0.04 in GRPO's paper, 0.001 and less in later practice."""
     estimator: KlEstimator = KlEstimator.K3
-    """k1 is for rewards: as a loss its expected gradient is zero."""
+    """k2, k3, absolute or full: as a loss, k1 has an expected gradient of zero and is refused."""
+
+    @model_validator(mode="after")
+    def _check_estimator_has_a_gradient(self):
+        if self.estimator is KlEstimator.K1:
+            raise ValueError(
+                "estimator k1 has an expected gradient of zero as a loss: set kl_loss.estimator=k3 (or k2), or charge k1 in "
+                "the reward with shaping.kl"
+            )
+        return self
 
 
 class PolicyUpdate(Section):
@@ -108,6 +117,11 @@ class PolicyUpdate(Section):
         return {"algorithm.shaping": self.shaping} | {f"algorithm.domains.{k}": v for k, v in self.domains.items()}
 
     @property
+    def charges_tokens(self) -> bool:
+        """True if tokens are charged for their KL in the reward, so that advantages differ by token."""
+        return any(section.kl is not None for section in self.shaping_sections.values())
+
+    @property
     def value_model(self) -> CriticConfig | None:
         """Config of the critic, which is updated once more in every iteration; None for methods without one."""
         return None
@@ -128,9 +142,15 @@ class PolicyUpdate(Section):
         return self.correction is not None
 
     @property
+    def correction_level(self) -> CorrectionLevel:
+        """Span of tokens that share a weight in the correction that is added for a mismatch."""
+        return CorrectionLevel.TOKEN
+
+    @property
     def with_correction(self) -> Self:
-        """Config with token-level truncated importance sampling; unchanged if it has a correction already."""
-        return self if self.has_correction else self.model_copy(update={"correction": CorrectionConfig()})
+        """Config with truncated importance sampling at `correction_level`; unchanged if it has a correction already."""
+        added = CorrectionConfig(weighting=WeightingConfig(level=self.correction_level))
+        return self if self.has_correction else self.model_copy(update={"correction": added})
 
     @property
     def credit_signals(self) -> frozenset[Signal]:
@@ -155,7 +175,7 @@ class PolicyUpdate(Section):
     @property
     def needs_reference(self) -> bool:
         """True if a frozen reference policy must be loaded."""
-        return self.kl_loss is not None or any(section.kl is not None for section in self.shaping_sections.values())
+        return self.kl_loss is not None or self.charges_tokens
 
 
 class NormalizingUpdate(PolicyUpdate):

@@ -17,7 +17,8 @@ class MismatchAction(StrEnum):
     WARN = "warn"
     """Log a warning and train on the iteration."""
     CORRECT = "correct"
-    """Train on the iteration with token-level truncated importance sampling, unless the algorithm corrects already."""
+    """Train on the iteration with truncated importance sampling, unless the algorithm corrects already. Weights are by
+    token; with gspo, whose ratio is that of a sequence (or turn), they are the geometric mean over it."""
     STOP = "stop"
     """End the run before the policy is updated."""
 

@@ -31,6 +31,8 @@ OBJECTIVES: dict[str, Objective] = {
     "dual_clip": partial(PPO, dual_clip=1.5),
     "gspo": partial(losses.clipped_ratio, clip_low=0.1, clip_high=0.1, level=RatioLevel.SEQUENCE),
     "gspo_of_turns": partial(losses.clipped_ratio, clip_low=0.1, clip_high=0.1, level=RatioLevel.TURN),
+    "gspo_token": partial(losses.clipped_shared_ratio, clip_low=0.1, clip_high=0.1, level=RatioLevel.SEQUENCE),
+    "gspo_token_of_turns": partial(losses.clipped_shared_ratio, clip_low=0.1, clip_high=0.1, level=RatioLevel.TURN),
     "tis": partial(losses.truncated_importance_sampling, lower=0.8, upper=1.2),
     "cispo": partial(losses.clipped_importance_sampling, clip_low=0.2, clip_high=0.2, mask_clipped=False),
     "cispo_masked": partial(losses.clipped_importance_sampling, clip_low=0.2, clip_high=0.2, mask_clipped=True),
@@ -41,6 +43,8 @@ OBJECTIVES: dict[str, Objective] = {
 }
 WITH_STOPPED_WEIGHTS = ("tis", "cispo", "cispo_masked", "topr")
 """Objectives with a weight that depends on the policy but has no gradient."""
+STRAIGHT_THROUGH = ("gspo_token", "gspo_token_of_turns")
+"""Objectives with a factor pi / sg[pi], whose value is always 1: finite differences do not find its gradient."""
 
 REDUCTIONS: dict[str, Reduction] = {
     "token_mean": reductions.token_mean,

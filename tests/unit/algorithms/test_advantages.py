@@ -116,8 +116,8 @@ def test_a_token_penalty_is_charged_to_its_token_and_all_before_it_but_not_to_th
 
 @few
 @given(random_batches())
-def test_token_rewards_are_added_as_returns(batch):
-    for advantage in [*RELATIVE_TO_GROUP, *OF_TURNS, best_of_group, monte_carlo_return]:
+def test_token_rewards_are_added_as_returns_where_no_baseline_takes_them_in(batch):
+    for advantage in [group_relative, group_normalized, group_mean_batch_std, *OF_TURNS, best_of_group, monte_carlo_return]:
         without = advantage(replace(batch, token_rewards_N=None))
         assert close(advantage(batch), without + naive_token_returns(batch)), advantage
 
@@ -249,6 +249,14 @@ def test_group_mean_batch_std_by_hand():
 def test_leave_one_out_by_hand():
     # the means of the others of 1, 0, 2: 1, 1.5, 0.5
     assert leave_one_out(advantage_inputs([1, 0, 2])).tolist() == pytest.approx([0, -1.5, 1.5])
+
+
+def test_leave_one_out_takes_the_kl_into_the_reward_before_the_baseline():
+    # rewards 1 and 1, KL charges of 0.1 + 0.2 and 0.1: 0.7 and 0.9, the difference of which is 0.2; equal charges cancel
+    inputs = advantage_inputs([1, 1], turns=[[2], [1]], token_rewards_N=[-0.1, -0.2, -0.1])
+    assert leave_one_out(inputs).tolist() == pytest.approx([-0.2, -0.2, 0.2])
+    equal = advantage_inputs([1, 1], turns=[[2], [1]], token_rewards_N=[-0.1, -0.2, -0.3])
+    assert leave_one_out(equal).tolist() == pytest.approx([0.0, 0.0, 0.0])
 
 
 def test_greedy_baseline_by_hand():

@@ -85,7 +85,6 @@ def test_the_ratio_of_a_long_sequence_is_bounded():
         (CorrectionLevel.TOKEN, [0.1, -0.2, 0.3]),
         (CorrectionLevel.SEGMENT, [-0.05, -0.05, 0.3]),  # (0.1 - 0.2) / 2
         (CorrectionLevel.GEOMETRIC, [0.2 / 3] * 3),
-        (CorrectionLevel.SEQUENCE, [0.2 / 3] * 3),
     ],
 )
 def test_the_difference_of_probabilities_of_each_level(level, expected):

@@ -20,6 +20,7 @@ from tests.unit.algorithms.builders_losses import (
     OBJECTIVES,
     PPO,
     REDUCTIONS,
+    STRAIGHT_THROUGH,
     WITH_STOPPED_WEIGHTS,
     correction,
     random_loss_inputs,
@@ -75,7 +76,7 @@ def test_at_the_point_some_tokens_are_clipped_some_are_not_and_some_are_masked()
 
 
 @every_reduction
-@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in WITH_STOPPED_WEIGHTS])
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in (*WITH_STOPPED_WEIGHTS, *STRAIGHT_THROUGH)])
 def test_the_gradient_of_an_objective_is_that_of_its_loss(name, reduce):
     inputs = point()
     compute = partial(compute_loss, objective=OBJECTIVES[name], reduce=reduce)

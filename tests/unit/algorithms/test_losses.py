@@ -105,6 +105,14 @@ def test_the_ratio_of_a_turn_is_the_geometric_mean_of_its_tokens():
     assert tokens.clipped_N.tolist() == [False, False, True]
 
 
+def test_a_token_of_a_sequence_ratio_keeps_its_own_advantage_in_the_gradient():
+    # advantages of 1 and -1 on policy, mean over two tokens: the shared ratio alone would give both their mean, 0
+    inputs = loss_inputs(policy=[-1.0, -2.0], advantages=[1.0, -1.0])
+    tokens = losses.clipped_shared_ratio(inputs, clip_low=0.1, clip_high=0.1, level=RatioLevel.SEQUENCE)
+    assert tokens.loss_N.tolist() == pytest.approx([-1.0, 1.0])
+    assert policy_gradient_of(tokens.loss_N.mean(), inputs) == pytest.approx([-0.5, 0.5])
+
+
 def test_a_masked_token_does_not_count_in_the_ratio_of_its_sequence():
     # ratios 4, 1 and a masked 100. GSPO: still sqrt(4 * 1). TOPR, bounded at 50: 4 * 1. Kimi: (log 4 + log 1)^2 / 2 tokens
     inputs = loss_inputs(
@@ -185,6 +193,14 @@ def test_mirror_descent_pulls_every_token_of_a_sequence_by_the_whole_log_ratio()
     inputs = loss_inputs(policy=[-1.0, -1.0], anchor=[-1.1, -1.3], advantages=[0.0, 0.0])
     tokens = losses.mirror_descent(inputs, temperature=0.5, level=RatioLevel.SEQUENCE)
     assert policy_gradient_of(tokens.loss_N.sum(), inputs) == pytest.approx([0.2, 0.2])
+
+
+@pytest.mark.parametrize("level", list(RatioLevel))
+def test_mirror_descent_pulls_to_the_anchor_however_far_away_it_is(level):
+    # d/dlogprob (-A logprob + tau / 2 d^2) = 1 + 0.1 * -11 = -0.1 for A = -1: descent raises the logprob
+    inputs = loss_inputs(policy=[-12.0], anchor=[-1.0], advantages=[-1.0])
+    tokens = losses.mirror_descent(inputs, temperature=0.1, level=level)
+    assert policy_gradient_of(tokens.loss_N.sum(), inputs) == pytest.approx([-0.1])
 
 
 def test_a_ratio_that_overflows_is_bounded():
@@ -399,7 +415,7 @@ def test_on_policy_weights_and_penalties_vanish_and_the_policy_gradient_is_left(
     assert are_close(loss_and_gradient(inputs, objective, reduce), loss_and_gradient(inputs, PG, reduce))
 
 
-@pytest.mark.parametrize("name", ["ppo", "dual_clip", "gspo"])
+@pytest.mark.parametrize("name", ["ppo", "dual_clip", "gspo", "gspo_token"])
 @given(seed=seeds, layout=layouts, reduce=any_reduction)
 @settings(max_examples=50, deadline=None)
 def test_on_policy_a_clipped_ratio_has_the_gradient_of_the_policy_gradient(name, seed, layout, reduce):
@@ -407,6 +423,16 @@ def test_on_policy_a_clipped_ratio_has_the_gradient_of_the_policy_gradient(name,
     inputs = replace(inputs, weights_N=torch.ones_like(inputs.weights_N))
     found_N, expected_N = (loss_and_gradient(inputs, each, reduce)[1] for each in (OBJECTIVES[name], PG))
     assert torch.allclose(found_N, expected_N, atol=1e-12)
+
+
+@pytest.mark.parametrize("dual_clip", [None, 1.05])
+@given(seed=seeds, layout=layouts, reduce=any_reduction)
+@settings(max_examples=50, deadline=None)
+def test_with_one_advantage_a_sequence_gspo_token_is_gspo(dual_clip, seed, layout, reduce):
+    inputs = with_one_advantage_a_sequence(random_loss_inputs(seed, layout, masked_share=0.2))
+    inputs = replace(inputs, weights_N=torch.ones_like(inputs.weights_N))
+    by_token, by_sequence = (partial(OBJECTIVES[name], dual_clip=dual_clip) for name in ("gspo_token", "gspo"))
+    assert are_close(loss_and_gradient(inputs, by_token, reduce), loss_and_gradient(inputs, by_sequence, reduce))
 
 
 @pytest.mark.parametrize("level", list(RatioLevel))
