@@ -1,7 +1,9 @@
-"""Operating system helpers: atomic file replacement, free ports, and a signal when the parent process ends."""
+"""Operating system helpers: atomic file replacement, remedies for failed writes, free ports, and a signal when the parent
+process ends."""
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import socket
@@ -31,6 +33,11 @@ def atomic_replace(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def remedy(error: OSError, wanted: str = "writable") -> str:
+    """Return what a user can do about a folder that an operation failed in. Example: make room there"""
+    return "make room there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"make it {wanted}"
 
 
 def free_port(address: str = "127.0.0.1") -> int:

