@@ -1,5 +1,5 @@
-"""Operating system helpers: atomic file replacement, remedies for failed writes, free ports, and a signal when the parent
-process ends."""
+"""Operating system helpers: atomic file replacement, paths that can exist, remedies for failed writes, free ports, and a
+signal when the parent process ends."""
 
 import contextlib
 import ctypes
@@ -16,6 +16,8 @@ PRIVATE = 0o600
 """File mode: readable by its owner alone."""
 ANY_ADDRESS = ""
 """All network interfaces of this host."""
+LONGEST_PATH, LONGEST_NAME = 4096, 255
+"""Longest path, and longest name of a file or folder in it, in bytes (Linux)."""
 _PR_SET_PDEATHSIG = 1
 """Option of Linux's prctl: the signal a process gets when its parent ends."""
 
@@ -33,6 +35,22 @@ def atomic_replace(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def is_portable(text: str) -> bool:
+    """True if a text has no NUL and no half of a surrogate pair, which stands for a byte that is not UTF-8."""
+    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def path_fault(path: str) -> str | None:
+    """Reason why no file or folder can have a path; None if one can."""
+    if not is_portable(path):
+        return "holds a NUL or a byte that is not UTF-8: remove it"
+    if len(os.fsencode(path)) >= LONGEST_PATH:
+        return f"has {len(path)} characters: a path has fewer than {LONGEST_PATH}"
+    if any(len(os.fsencode(name)) > LONGEST_NAME for name in path.split("/")):
+        return f"holds a name of more than {LONGEST_NAME} bytes: shorten it"
+    return None
 
 
 def remedy(error: OSError, wanted: str = "writable") -> str:

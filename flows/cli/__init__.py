@@ -30,8 +30,8 @@ from flows.cli import (
     up,
 )
 from flows.cli.follow import INTERRUPTED
-from roll_core.config.base import path_fault
 from roll_core.errors import RollError, UserError, shorten
+from roll_core.host import path_fault
 
 COMMANDS = (
     *(run, plan, config, sbatch, leg, simulate),

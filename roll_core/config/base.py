@@ -4,7 +4,6 @@ A section is frozen, refuses unknown keys, and documents each key in the docstri
 reference manual from those docstrings, so they say what a key does, its unit, what null means and when to change it.
 """
 
-import os
 import typing
 from collections.abc import Iterable
 from functools import cache
@@ -12,12 +11,12 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, field_validator, model_validator
 
+from roll_core.host import is_portable, path_fault
+
 LARGEST = 2**63 - 1
 """Largest number in a config: the largest integer of JSON readers, SLURM, databases and tensors."""
 MOST_DEVICES = 100_000
 """Most devices that a config can name. The largest clusters have about as many GPUs."""
-LONGEST_PATH, LONGEST_NAME = 4096, 255
-"""Longest path, and longest name of a file or folder in it, in bytes (Linux)."""
 
 
 class Section(BaseModel):
@@ -77,22 +76,6 @@ def _types_in(annotation: Any) -> set[Any]:
     if isinstance(annotation, type) and not typing.get_args(annotation):
         return {annotation}
     return set().union(*map(_types_in, typing.get_args(annotation)))
-
-
-def is_portable(text: str) -> bool:
-    """True if a text has no NUL and no half of a surrogate pair, which stands for a byte that is not UTF-8."""
-    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def path_fault(path: str) -> str | None:
-    """Reason why no file or folder can have a path; None if one can."""
-    if not is_portable(path):
-        return "holds a NUL or a byte that is not UTF-8: remove it"
-    if len(os.fsencode(path)) >= LONGEST_PATH:
-        return f"has {len(path)} characters: a path has fewer than {LONGEST_PATH}"
-    if any(len(os.fsencode(name)) > LONGEST_NAME for name in path.split("/")):
-        return f"holds a name of more than {LONGEST_NAME} bytes: shorten it"
-    return None
 
 
 def _check_path(path: str) -> str:

@@ -15,13 +15,13 @@ from pydantic import BaseModel, ValidationError
 
 from roll_core.config.algorithm.methods import Distillation
 from roll_core.config.algorithm.teachers import PretrainedTeacher, TeacherConfig
-from roll_core.config.base import path_fault
 from roll_core.config.model import PretrainedModel
 from roll_core.config.operations.nightly import NightlyConfig
 from roll_core.config.problems import FileProblems
 from roll_core.config.run import RunConfig
 from roll_core.config.yaml_text import MOST_BYTES, MOST_LEVELS, TextRefused, read_yaml
 from roll_core.errors import UserError, shorten
+from roll_core.host import is_portable, path_fault
 
 Tree = dict[str, Any]
 MOST_FILES = 100
@@ -142,6 +142,8 @@ def _merge(base: Tree, over: Tree) -> Tree:
 
 def _apply_override(tree: Tree, override: str) -> None:
     """Set one `a.b=value` in a tree, in place; the value is read as YAML."""
+    if not is_portable(override):
+        raise UserError(f"--set {shorten(override, 80)}: it holds a NUL or a byte that is not UTF-8: remove it")
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys) or len(keys) > MOST_LEVELS:

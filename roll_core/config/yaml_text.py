@@ -5,7 +5,7 @@ number. A key that is given twice is an error. An alias is a copy of what its an
 """
 
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
@@ -50,7 +50,7 @@ def read_yaml(text: str) -> Any:
 class _Loader(yaml.SafeLoader):
     """PyYAML's loader, used up to its nodes, with the simple types of YAML 1.2 and limits on nesting and number."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
+    yaml_implicit_resolvers = {}  # noqa: RUF012  # those of YAML 1.1 are not inherited
     _level = 0
     _count = 0
 
@@ -112,12 +112,19 @@ def _key(node: Node) -> str:
     """Text of a mapping's key, as written."""
     if not isinstance(node, ScalarNode):
         raise TextRefused(f"{_place(node)}: a key must be a word, not a list or a mapping")
+    return _text(node)
+
+
+def _text(node: Node) -> str:
+    """Text of a scalar. Half of a surrogate pair, which YAML can escape, is no text."""
+    if any("\ud800" <= character <= "\udfff" for character in node.value):
+        raise TextRefused(f"{_place(node)}: it holds half of a surrogate pair: remove it")
     return node.value
 
 
 def _scalar(node: Node) -> Any:
     """Value of a number, a truth value, null or a text."""
-    text, kind = node.value, node.tag.removeprefix(_TAG)
+    text, kind = _text(node), node.tag.removeprefix(_TAG)
     if kind not in ("str", "value", *_PATTERNS) or (kind in _PATTERNS and not _PATTERNS[kind].match(text)):
         raise TextRefused(f"{_place(node)}: the tag {node.tag} is not for configs: remove it")
     match kind:

@@ -69,8 +69,8 @@ class FileSource:
         both = [problem for problem in self._held_out if problem.messages in trained]
         if both:
             raise UserError(
-                f"problems.held_out: {len(both)} of its {len(self._held_out)} problems are also in problems.train, the first is "
-                f"{both[0].problem_id}, which is {trained[both[0].messages]}: remove them from one of the files"
+                f"problems.held_out: {len(both)} of its {len(self._held_out)} problems are also in problems.train, the "
+                f"first is {both[0].problem_id}, which is {trained[both[0].messages]}: remove them from one of the files"
             )
 
     def demonstration(self, index: int) -> Demonstration:

@@ -27,6 +27,12 @@ def refusal_of_text(folder: Path, text: str) -> str:
     return refusal_of(folder / "run.yaml")
 
 
+def test_half_of_a_surrogate_pair_is_refused(tmp_path):
+    assert "half of a surrogate pair" in refusal_of_text(tmp_path, 'name: "\\ud800"\n')
+    assert "half of a surrogate pair" in refusal_of(QUICKSTART, 'name="\\ud800"')
+    assert "a byte that is not UTF-8" in refusal_of(QUICKSTART, "na\udcffme=x")
+
+
 @pytest.mark.parametrize("template", ["iterations: {}\n", "name: x\niterations: {}\n"])
 @pytest.mark.parametrize("value", ["9" * 5000, "2024-13-45", "[" * 5000, "{a: " * 5000, "!!timestamp 2024-13-45", "!!int x"])
 def test_a_value_that_no_key_can_have_is_refused(tmp_path, template, value):
