@@ -27,6 +27,7 @@ import yaml
 from flows import cli
 from roll_core.config.load import ConfigFiles, load_config
 from roll_core.config.reference import entries
+from roll_core.config.run import flat_config
 from roll_core.errors import RollError, UserError
 from roll_core.planning.preflight import check_ready
 from tests.support import ROOT
@@ -39,10 +40,13 @@ MEMORY = 10**9
 LONGEST_REFUSAL = 2000
 """Longest refusal, in characters."""
 
-DEFAULTS = {entry.key.partition("[")[0]: entry.default for entry in entries() if entry.file == "run"}
-"""Default, as YAML text, by dotted key of a run file; of keys inside lists, the list."""
-KEYS = sorted(DEFAULTS)
+KEYS = sorted({entry.key.partition("[")[0] for entry in entries() if entry.file == "run"})
+"""Dotted keys of a run file; of keys inside lists, the list."""
 TREES_OF_CONFIGS = {path: ConfigFiles().read(path) for path in CONFIGS}
+VALUES = {path: flat_config(load_config(path)) for path in CONFIGS}
+"""Text of every value by its dotted key, of each shipped config."""
+ENUMS = {entry.key: [value for value, _ in entry.values] for entry in entries() if entry.values and "[" not in entry.key}
+"""Allowed values of keys that have a set of them."""
 NUMBERS = ["0", "-1", "1", "2", "3", "7", "1.5", "1e3", "1e9", "1e12", "1e18", "1e300", "1e400", ".inf", "-.inf", ".nan"]
 NUMBERS += [str(2**31), str(2**63 - 1), str(2**63), str(10**400), "9" * 5000, "1_000", "010", "0x10", "-0.0", "1e-320"]
 TEXTS = [
@@ -137,12 +141,12 @@ def mutate(seed: int) -> Mutation:
     rng = random.Random(seed)
     path = rng.choice(CONFIGS)
     tree = copy.deepcopy(TREES_OF_CONFIGS[path])
-    overrides = tuple(_override(rng) for _ in range(rng.choice((0, 1, 1, 1, 2, 3))))
-    if not overrides or rng.random() < 0.3:
+    overrides = tuple(_override(path, rng) for _ in range(rng.choice((0, 1, 1, 1, 2, 3))))
+    if not overrides or rng.random() < 0.15:
         for _ in range(rng.randint(1, 3)):
             _change(tree, rng)
     text = yaml.safe_dump(tree, sort_keys=False)
-    if rng.random() < 0.2:
+    if rng.random() < 0.1:
         text = rng.choice((_with_line, _with_bytes, _with_value))(text, rng)
     return Mutation(seed, text, overrides)
 
@@ -161,16 +165,29 @@ def _value(rng: random.Random) -> str:
     return "".join(rng.choices(string.printable, k=rng.randint(1, 30)))
 
 
-def _override(rng: random.Random) -> str:
+def _override(path: Path, rng: random.Random) -> str:
+    """Override of a key that the config has, by a value like its own; or of any key, by any value."""
+    if rng.random() < 0.7:
+        key, value = rng.choice(list(VALUES[path].items()))
+        return f"{key}={_similar(key, value, rng)}"
     key = rng.choice(KEYS)
-    with contextlib.suppress(ValueError):  # the default is a number: take one like it
-        number = float(DEFAULTS[key]) or 1.0
-        if rng.random() < 0.6:
-            scaled = number * rng.choice((0.5, 1, 2, 3, 10, 1000, 1e6, 1e12))
-            return f"{key}={round(scaled) if number.is_integer() and '.' not in DEFAULTS[key] else scaled}"
     if rng.random() < 0.1:
         key = rng.choice((key + ".x", key[:-1], key.upper(), key * 40, "", ".", "a.b", "extends"))
     return f"{key}={_value(rng)}"
+
+
+def _similar(key: str, value: str, rng: random.Random) -> str:
+    """Value of the same type: another member of an enum, the other truth value, a larger or smaller number."""
+    if key in ENUMS:
+        return rng.choice(ENUMS[key])
+    if value in ("True", "False"):
+        return rng.choice(("true", "false"))
+    try:
+        number = float(value) or 1.0
+    except ValueError:
+        return _value(rng)
+    scaled = number * rng.choice((0.5, 1, 2, 3, 10, 1000, 1e6, 1e12))
+    return str(scaled if "." in value or "e" in value else round(scaled))
 
 
 def _change(tree: dict[str, Any], rng: random.Random) -> None:

@@ -280,3 +280,10 @@ def test_a_template_with_a_placeholder_of_another_library_is_refused(tmp_path):
         UserError, match="problems.template: only {prompt} is replaced, and {question} would reach the model"
     ):
         tiny_config(tmp_path, problems=problems)
+
+
+@pytest.mark.parametrize("state", ["", "[]", "{}", '{"_data_files": [1]}'])
+def test_a_damaged_dataset_folder_is_refused_in_one_sentence(tmp_path, state):
+    (tmp_path / "state.json").write_text(state)
+    with pytest.raises(UserError, match="^problems.train: the tables in .* cannot be listed"):
+        dataset(tmp_path)
