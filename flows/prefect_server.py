@@ -5,6 +5,7 @@ PREFECT_API_URL names an existing server. Without it, a command starts an embedd
 
 import contextlib
 import functools
+import http.client
 import os
 import shutil
 import signal
@@ -13,12 +14,13 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from roll_core.errors import DeadlineExceeded
+from roll_core.errors import DeadlineExceeded, UserError, one_line
 from roll_core.host import end_with_parent, free_port
 
 START_DEADLINE_S = 120.0
@@ -33,6 +35,8 @@ that would show logs."""
 _CLIENT_RETRIES = {"PREFECT_CLIENT_MAX_RETRIES": "3"}
 """Environment that limits the retries of Prefect's client to about 15 s (Prefect's default is a minute). A flow needs its
 server only when it begins and when it ends."""
+RESPONSE_S = 10.0
+"""Seconds that the server of PREFECT_API_URL has to respond before anything starts."""
 SHUTDOWN_S = 10.0
 """Seconds that Prefect has to deliver its last events when a process ends. Without a server it would try for minutes."""
 
@@ -70,6 +74,7 @@ def prefect_api(log_dir: Path) -> Iterator[str]:
         os.environ.setdefault(name, value)
     given = os.environ.get("PREFECT_API_URL")
     if given:
+        _check_responds(given)
         yield given
         return
     for name, value in QUIET.items():
@@ -80,6 +85,20 @@ def prefect_api(log_dir: Path) -> Iterator[str]:
             yield url
         finally:
             del os.environ["PREFECT_API_URL"], os.environ[EMBEDDED_VARIABLE]
+
+
+def _check_responds(url: str) -> None:
+    """Raise UserError if nothing responds at PREFECT_API_URL. Any reply of a server will do, a refusal included."""
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=RESPONSE_S):
+            pass
+    except urllib.error.HTTPError:
+        pass
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise UserError(
+            f"PREFECT_API_URL: no Prefect server responds at {url} ({one_line(error)}): start one, correct the address, or "
+            "unset it to have one started"
+        ) from None
 
 
 @contextlib.contextmanager

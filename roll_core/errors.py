@@ -21,6 +21,19 @@ class FailureClass(StrEnum):
     """The user must change something first: stop and report at once."""
 
 
+LONGEST_SENTENCE = 1200
+"""Longest message of a `UserError`, in characters. A sentence may repeat a value that is a page long."""
+
+
+def shorten(text: str, longest: int) -> str:
+    """Return a text in one line of printable characters; the middle of one that is longer than `longest` is left out."""
+    line = "".join(character if character.isprintable() else "?" for character in " ".join(text.split()))
+    if len(line) <= longest:
+        return line
+    half = (longest - len(" ... ")) // 2
+    return f"{line[:half]} ... {line[-half:]}"
+
+
 class RollError(Exception):
     """Base of our exceptions: something outside the code went wrong. The message says what happened and what to do."""
 
@@ -30,10 +43,13 @@ class RollError(Exception):
 
 
 class UserError(RollError, ValueError):
-    """Mistake of the user, refused before anything starts. The message names the config key and a fix."""
+    """Mistake of the user, refused before anything starts. The message names the config key and a fix, in one line."""
 
     exit_code = 2
     failure = FailureClass.MISTAKE
+
+    def __init__(self, sentence: str):
+        super().__init__(shorten(sentence, LONGEST_SENTENCE))
 
 
 class ArtifactDamaged(RollError):

@@ -1,4 +1,5 @@
-"""Operating system helpers: atomic file replacement, file locks, free ports, and a signal when the parent process ends."""
+"""Operating system helpers: atomic file replacement, file locks, paths that can exist, remedies for failed writes, free
+ports, and a signal when the parent process ends."""
 
 import contextlib
 import ctypes
@@ -19,6 +20,8 @@ ANY_ADDRESS = ""
 """All network interfaces of this host."""
 NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 """Errors of flock on a file system without locks, such as Lustre that was mounted without `-o flock`."""
+LONGEST_PATH, LONGEST_NAME = 4096, 255
+"""Longest path, and longest name of a file or folder in it, in bytes (Linux)."""
 _PR_SET_PDEATHSIG = 1
 """Option of Linux's prctl: the signal a process gets when its parent ends."""
 
@@ -55,6 +58,27 @@ def try_lock(file: IO[str] | IO[bytes]) -> bool:
             raise
         log.warning("%s cannot be locked (%s): a second process would not be noticed", file.name, error.strerror)
     return True
+
+
+def is_portable(text: str) -> bool:
+    """True if a text has no NUL and no half of a surrogate pair, which stands for a byte that is not UTF-8."""
+    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def path_fault(path: str) -> str | None:
+    """Reason why no file or folder can have a path; None if one can."""
+    if not is_portable(path):
+        return "holds a NUL or a byte that is not UTF-8: remove it"
+    if len(os.fsencode(path)) >= LONGEST_PATH:
+        return f"has {len(path)} characters: a path has fewer than {LONGEST_PATH}"
+    if any(len(os.fsencode(name)) > LONGEST_NAME for name in path.split("/")):
+        return f"holds a name of more than {LONGEST_NAME} bytes: shorten it"
+    return None
+
+
+def remedy(error: OSError, wanted: str = "writable") -> str:
+    """Return what a user can do about a folder that an operation failed in. Example: make room there"""
+    return "make room there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"make it {wanted}"
 
 
 def free_port(address: str = "127.0.0.1") -> int:

@@ -5,6 +5,7 @@ node.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +30,8 @@ from flows.cli import (
     up,
 )
 from flows.cli.follow import INTERRUPTED
-from roll_core.errors import RollError
+from roll_core.errors import RollError, UserError, shorten
+from roll_core.host import path_fault
 
 COMMANDS = (
     *(run, plan, config, sbatch, leg, simulate),
@@ -38,17 +40,34 @@ COMMANDS = (
 )
 """Modules of all commands, in the order in which `roll --help` lists them."""
 
+OUTPUT_CLOSED = 141
+"""Exit code of a command whose output was closed before its end: 128 + SIGPIPE, as shells report it."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; a `RollError` is printed as one sentence, without a traceback."""
     options = build_parser().parse_args(arguments)
     try:
-        return options.command(options)
+        _check_arguments(options)
+        exit_code = options.command(options)
+        sys.stdout.flush()
+        return exit_code
     except RollError as error:
         print(f"roll: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # a pager or `head` has read enough; Python flushes once more at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OUTPUT_CLOSED
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _check_arguments(options: argparse.Namespace) -> None:
+    """Raise UserError if an argument cannot be the name of a file, a folder or a run."""
+    for name, value in vars(options).items():
+        fault = path_fault(value) if isinstance(value, str) else None
+        if fault is not None:
+            raise UserError(f"{name.upper()}: '{shorten(value, 80)}' {fault}")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -16,8 +16,6 @@ and begin the run file with the comment line:
 
 import argparse
 import json
-import os
-import sys
 
 from flows.cli.options import Commands
 
@@ -45,8 +43,5 @@ def run(options: argparse.Namespace) -> int:
     from roll_core.config.reference import describe, json_schema
 
     text = json.dumps(json_schema(), indent=2) if options.json_schema else describe(options.key)
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # a pager or `head` has read enough; Python flushes once more at its exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(text)
     return 0

@@ -35,14 +35,15 @@ def follow(config: "RunConfig", store_uri: str, start_flow: "Callable[[], RunSum
     the Prefect server has started.
     """
     from httpx import TransportError
-    from rich.console import Console
 
-    from flows.cli.progress_view import live_view
+    from flows.cli.progress_view import LastingConsole, live_view
     from flows.flow_runs import crash_dead_flow_runs
     from flows.prefect_server import exit_soon, prefect_api
     from roll_core.store.records.runs import summary_of_finished
 
-    console = Console()
+    console = LastingConsole()
+    if not console.is_terminal:  # which would show a progress bar
+        console.print("starting Prefect, Ray and the models")
     with live_view(config, console) as view:
         try:
             with _raising_terminated(), prefect_api(Path(config.work_dir)):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from roll_core.errors import RollError, UserError
+from roll_core.host import remedy
 
 DEFAULT_STORE = "roll-data/store"
 
@@ -42,7 +43,7 @@ def store_option(store_uri: str) -> str:
 def parse_run_and_iteration(text: str) -> tuple[str, int]:
     """Split RUN@ITERATION into the run's id and the iteration. Example: 'quickstart-1@12' -> ('quickstart-1', 12)."""
     run_id, at, iteration = text.rpartition("@")
-    if not at or not run_id or not iteration.isdigit():
+    if not at or not run_id or not (iteration.isascii() and iteration.isdigit()):
         raise UserError(f"RUN@ITERATION: '{text}' is not one; write it like quickstart-1@12")
     return run_id, int(iteration)
 
@@ -63,6 +64,6 @@ def create_folder(folder: Path) -> Iterator[Path]:
     except RollError:
         raise
     except OSError as error:
-        raise UserError(f"FOLDER: cannot write to {folder} ({error.strerror}): make it writable or name another") from None
+        raise UserError(f"FOLDER: cannot write to {folder} ({error.strerror}): {remedy(error)} or name another") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)

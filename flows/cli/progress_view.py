@@ -1,6 +1,8 @@
 """Terminal view of a run: one row per iteration, and a progress bar while `roll run`, `resume` or `fork` follows it."""
 
 import logging
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -38,6 +40,14 @@ def live_view(config: RunConfig, console: Console) -> Iterator["RunView"]:
         logger.removeHandler(view)
 
 
+class LastingConsole(Console):
+    """Console that falls silent when its reader goes away, as in `roll run CONFIG | head`: the run goes on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class RunView(logging.Handler):
     """Log handler that draws the records of the progress logger: the opened run and its committed manifests."""
 
@@ -65,7 +75,11 @@ class RunView(logging.Handler):
         manifest: Manifest | None = record.__dict__.get("manifest")
         if manifest is not None:
             self._print_row(manifest)
-        self.run = record.__dict__.get("run", self.run)
+        run: RunRef | None = record.__dict__.get("run")
+        if run is not None:
+            self.run = run
+            self.progress.console.print(f"{'run':<8} {run.run_id}", highlight=False)
+            self.progress.update(self._bar, description=f"{run.run_id}: starting Ray and the models")
 
     def _print_row(self, manifest: Manifest) -> None:
         if manifest.evaluated:

@@ -41,15 +41,15 @@ def run(options: argparse.Namespace) -> int:
 
     store = ObjectStore(absolute_uri(options.store))
     run_ref = find_run(store, options.run)
-    chain = read_chain(store, run_ref.run_id)
+    chain, config = read_chain(store, run_ref.run_id), read_config(run_ref)
+    ancestors = lineage(store, config)
     console = Console()
     accuracy = None
     console.print(HEADER, style="dim", highlight=False)
     for manifest in chain:
         accuracy = manifest.evaluated.accuracy if manifest.evaluated else accuracy
         console.print(iteration_row(manifest, accuracy), highlight=False, soft_wrap=True)
-    config = read_config(run_ref)
-    for ancestor in lineage(store, config):
+    for ancestor in ancestors:
         console.print(f"forked   {ancestor.run_id}@{ancestor.iteration}: {', '.join(ancestor.changes)}", highlight=False)
     events = read_stages_by_leg(Path(config.work_dir) / run_ref.run_id)
     histories = leg_histories(events, commits_in_chain(chain))

@@ -114,12 +114,12 @@ def _limit(mark: Any) -> str:
     """Bound that a metadata object sets on a number, in words; empty if it sets none."""
     match mark:
         case Gt(gt=limit):
-            return f"above {limit:g}"
+            return f"above {limit:,.12g}"
         case Ge(ge=limit):
-            return f"at least {limit:g}"
+            return f"at least {limit:,.12g}"
         case Lt(lt=limit):
-            return f"below {limit:g}"
+            return f"below {limit:,.12g}"
         case Le(le=limit):
-            return f"at most {limit:g}"
+            return f"at most {limit:,.12g}"
         case _:
             return ""

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from roll_core.config.algorithm.methods import Distillation
@@ -20,14 +19,18 @@ from roll_core.config.model import PretrainedModel
 from roll_core.config.operations.nightly import NightlyConfig
 from roll_core.config.problems import FileProblems
 from roll_core.config.run import RunConfig
-from roll_core.errors import UserError
+from roll_core.config.yaml_text import MOST_BYTES, MOST_LEVELS, TextRefused, read_yaml
+from roll_core.errors import UserError, shorten
+from roll_core.host import is_portable, path_fault
 
 Tree = dict[str, Any]
+MOST_FILES = 100
+"""Most files that one config may consist of. Shipped configs have up to four."""
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Read a run file, apply overrides in order, validate."""
-    tree = _read_tree(Path(path), ())
+    tree = ConfigFiles().read(Path(path))
     for override in overrides:
         _apply_override(tree, override)
     return validate_config(tree, str(path))
@@ -35,7 +38,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
 
 def load_nightly(path: str | Path) -> NightlyConfig:
     """Read a nightly file and validate it; paths of its run files are relative to it and become absolute."""
-    tree = _read_tree(Path(path), ())
+    tree = ConfigFiles().read(Path(path))
     try:
         config = NightlyConfig.model_validate(tree)
     except ValidationError as error:
@@ -62,38 +65,70 @@ def validate_config(tree: Tree, source: str) -> RunConfig:
     return _with_absolute_paths(config)
 
 
-def _read_tree(path: Path, chain: tuple[Path, ...]) -> Tree:
-    """Read a file merged over the files it extends; `chain` holds the files that led here, to detect cycles."""
-    path = path.resolve()
-    if path in chain:
-        raise UserError(f"extends: {path} extends itself through {' -> '.join(p.name for p in chain)}: remove one")
-    if not path.is_file():
+class ConfigFiles:
+    """Reader of a file and of all that it extends. Each file is read once, however often it is named."""
+
+    def __init__(self) -> None:
+        self._trees: dict[Path, Tree] = {}
+        self._size = 0
+
+    def read(self, path: Path, chain: tuple[Path, ...] = ()) -> Tree:
+        """Read a file merged over the files it extends; `chain` holds the files that led here, to detect cycles."""
         asked_by = f"extends in {chain[-1]}" if chain else "config"
-        raise UserError(f"{asked_by}: no such file {path}{_nearest_file(path)}")
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"config: {path} cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"config: {path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"config: {path} must hold keys and values, like 'name: quickstart'")
-    merged: Tree = {}
+        if fault := path_fault(str(path)):
+            raise UserError(f"{asked_by}: the path '{path}' {fault}")
+        path = path.resolve()
+        if path in chain:
+            raise UserError(f"extends: {path} extends itself through {' -> '.join(p.name for p in chain)}: remove one")
+        if path not in self._trees:
+            self._trees[path] = self._read_new(path, chain, asked_by)
+        return self._trees[path]
+
+    def _read_new(self, path: Path, chain: tuple[Path, ...], asked_by: str) -> Tree:
+        if len(self._trees) + len(chain) >= MOST_FILES:
+            raise UserError(f"{asked_by}: a config of more than {MOST_FILES} files: extend fewer")
+        tree = self._parse(path, asked_by)
+        merged: Tree = {}
+        for parent in _parents(tree, path):
+            merged = _merge(merged, self.read(path.parent / parent, (*chain, path)))
+        return _merge(merged, tree)
+
+    def _parse(self, path: Path, asked_by: str) -> Tree:
+        """Read the keys and values of one file."""
+        try:
+            if not path.is_file():
+                raise UserError(f"{asked_by}: {_no_file(path)}")
+            self._size += path.stat().st_size
+            if self._size > MOST_BYTES:
+                raise UserError(
+                    f"{asked_by}: {path} and the files read before it have more than {MOST_BYTES:,} bytes: shorten them"
+                )
+            tree = read_yaml(path.read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"config: {path} cannot be read: {error}") from None
+        except TextRefused as error:
+            raise UserError(f"config: {path}: {error}") from None
+        if not isinstance(tree, dict):
+            raise UserError(f"config: {path} must hold keys and values, like 'name: quickstart'")
+        return tree
+
+
+def _parents(tree: Tree, path: Path) -> list[str]:
+    """Take the files that a tree extends out of it."""
     parents = tree.pop("extends", [])
     parents = [parents] if isinstance(parents, str) else parents
     if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
         raise UserError(f"extends in {path} must be a file or a list of files, not {parents!r}")
-    for parent in parents:
-        merged = _merge(merged, _read_tree(path.parent / parent, (*chain, path)))
-    return _merge(merged, tree)
+    return parents
 
 
-def _nearest_file(path: Path) -> str:
-    """Suggestion of a file with a similar name in the same folder; empty if there is none."""
-    if not path.parent.is_dir():
-        return ""
-    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()], n=1)
-    return f"; did you mean {path.parent / near[0]}?" if near else ""
+def _no_file(path: Path) -> str:
+    """Sentence about a path that is no file, with a YAML file of a similar name in the same folder, if there is one."""
+    if path.exists():
+        return f"{path} is not a file: name a YAML file"
+    names = {file.stem: file for file in path.parent.glob("*.y*ml")} if path.parent.is_dir() else {}
+    near = difflib.get_close_matches(path.stem, names, n=1, cutoff=0.7)
+    return f"no such file {path}" + (f"; did you mean {names[near[0]]}?" if near else "")
 
 
 def _merge(base: Tree, over: Tree) -> Tree:
@@ -107,30 +142,22 @@ def _merge(base: Tree, over: Tree) -> Tree:
 
 def _apply_override(tree: Tree, override: str) -> None:
     """Set one `a.b=value` in a tree, in place; the value is read as YAML."""
+    if not is_portable(override):
+        raise UserError(f"--set {shorten(override, 80)}: it holds a NUL or a byte that is not UTF-8: remove it")
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
-    if not equals or not all(keys):
-        raise UserError(f"--set {override}: write it as key=value, for example --set rollout.group_size=8")
+    if not equals or not all(keys) or len(keys) > MOST_LEVELS:
+        raise UserError(f"--set {shorten(override, 80)}: write it as key=value, for example --set rollout.group_size=8")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise UserError(f"--set {dotted}: '{text}' is not a value; quote it if it is text") from None
-    if isinstance(value, str):
-        value = _number_or_text(value)
+        value = read_yaml(text)
+    except TextRefused as error:
+        raise UserError(f"--set {dotted}: '{shorten(text, 80)}' is not a value ({error}); quote it if it is text") from None
     for key in keys[:-1]:
         child = tree.setdefault(key, {})
         if not isinstance(child, dict):
             raise UserError(f"--set {dotted}: '{key}' is a value, not a section; set {key} itself")
         tree = child
     tree[keys[-1]] = value
-
-
-def _number_or_text(text: str) -> float | str:
-    """Number if the text is one, else the text: YAML 1.1 reads 3e-4 as text, but a number is meant."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _explain(error: ValidationError, root: type[BaseModel]) -> str:
@@ -146,14 +173,15 @@ def _explain(error: ValidationError, root: type[BaseModel]) -> str:
         case "missing":
             return f"{dotted} is required: add it{more}"
         case "union_tag_invalid":
-            return f"{dotted}.kind is '{first['ctx']['tag']}', expected one of {first['ctx']['expected_tags']}{more}"
+            tag, tags = shorten(str(first["ctx"]["tag"]), 80), first["ctx"]["expected_tags"]
+            return f"{dotted}.kind is '{tag}', expected one of {tags}{more}"
         case "union_tag_not_found":
             return f"{dotted}.kind is required: say which variant of {dotted} is meant{more}"
         case "value_error":
             return f"{dotted + ': ' if dotted else ''}{first['ctx']['error']}{more}"
         case _:
             message = first["msg"][0].lower() + first["msg"][1:]
-            return f"{dotted} is {first['input']!r}, but {message}{more}"
+            return f"{dotted} is {shorten(repr(first['input']), 80)}, but {message}{more}"
 
 
 def _locate(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[type[BaseModel], list[str]]:
@@ -238,8 +266,12 @@ def _with_absolute_path(teacher: TeacherConfig) -> TeacherConfig:
 def absolute_uri(uri: str) -> str:
     """Store address with an absolute path: 'roll-data/store' -> 'file:///home/me/roll-data/store'; s3:// is unchanged."""
     protocol, separator, path = uri.partition("://")
+    if fault := path_fault(uri):
+        raise UserError(f"store.uri: '{uri}' {fault}")
     if separator and protocol != "file":
         return uri
+    if separator and not path.startswith("/"):
+        raise UserError(f"store.uri: {uri} names a host or a relative path: write file:///{path}, or {path} without file://")
     return "file://" + str(Path(path if separator else uri).absolute())
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from roll_core.config.base import Section, Unit
+from roll_core.config.base import PathText, Section, Unit
 
 
 class Architecture(StrEnum):
@@ -92,7 +92,7 @@ class PretrainedModel(Section):
     """Hugging Face causal language model in a local folder (config.json, safetensors, tokenizer)."""
 
     kind: Literal["pretrained"] = "pretrained"
-    path: str
+    path: PathText
     """Folder that holds the model; it must exist on every node. A relative path starts at the working directory."""
     max_positions: Annotated[PositiveInt, Unit("tokens")] = 4096
     """Longest sequence to train or generate, in tokens; at most the model's context length. Lower it to save memory."""

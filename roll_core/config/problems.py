@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, field_validator
 
-from roll_core.config.base import Section, Unit
+from roll_core.config.base import PathText, Section, Unit
 
 
 class Puzzle(StrEnum):
@@ -26,15 +26,22 @@ class ArithmeticProblems(Section):
     kind: Literal["arithmetic"] = "arithmetic"
     puzzle: Puzzle = Puzzle.SORT
     """Puzzle to solve."""
-    digits: Annotated[PositiveInt, Unit("digits")] = 5
+    digits: Annotated[PositiveInt, Field(le=1000), Unit("digits")] = 5
     """Digits per number (add), or digits to sort or reverse. More digits are harder."""
     demonstration_noise: float = Field(default=1.0, ge=0.0, le=1.0)
     """Share of warm-start demonstrations whose answer is well formed but wrong; 1 teaches the format alone. Only with
     `warm_start`."""
 
+    @property
+    def num_puzzles(self) -> int:
+        """Number of different puzzles, held-out ones included."""
+        return 10 ** (self.digits * (2 if self.puzzle is Puzzle.ADD else 1))
+
 
 PROMPT = "{prompt}"
 """Placeholder in a template for the problem's own text."""
+OTHER_PLACEHOLDERS = ("{question}", "{problem}", "{query}", "{input}", "{instruction}")
+"""Placeholders that other libraries have for the same; nothing replaces them here."""
 
 
 class PromptTemplate(Section):
@@ -51,6 +58,8 @@ class PromptTemplate(Section):
     def _check_template_has_placeholder(cls, template: str) -> str:
         if PROMPT not in template:
             raise ValueError(f"'{template}' must contain {PROMPT}, where the problem's own text goes")
+        if others := [name for name in OTHER_PLACEHOLDERS if name in template]:
+            raise ValueError(f"only {PROMPT} is replaced, and {others[0]} would reach the model as it stands: remove it")
         return template
 
 
@@ -79,9 +88,9 @@ class AnswerRule(StrEnum):
 class FileProblems(PromptTemplate):
     """Problems in two files: one to train on, in a seeded order that changes with each pass, and one to evaluate on."""
 
-    train: str
+    train: PathText
     """Path of the training problems. A relative path starts at the working directory."""
-    held_out: str
+    held_out: PathText
     """Path of the evaluation problems, used in file order. It must hold at least evaluation.num_problems."""
     columns: Columns = Columns()
     """Column names of both files."""

@@ -7,6 +7,9 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from roll_core.config.base import Section, Unit
 
+MOST_TRAJECTORIES = 10_000_000
+"""Most trajectories of an iteration. At 100 kB each, so many take a terabyte."""
+
 
 class InFlightPolicy(StrEnum):
     """Treatment of attempts in flight when engines adopt new weights."""
@@ -51,9 +54,9 @@ class GroupFilter(Section):
 class RolloutConfig(Section):
     """Generation of trajectories."""
 
-    num_groups: Annotated[PositiveInt, Unit("problems")] = 32
+    num_groups: Annotated[PositiveInt, Field(le=1_000_000), Unit("problems")] = 32
     """Problems per iteration, each with one group of trajectories. Must be a multiple of training.optimizer_steps."""
-    group_size: Annotated[PositiveInt, Unit("trajectories")] = 8
+    group_size: Annotated[PositiveInt, Field(le=1_000_000), Unit("trajectories")] = 8
     """Trajectories per problem. At least 2 for methods that compare the trajectories of a group."""
     max_new_tokens: PositiveInt = 16
     """Longest completion, in tokens. Must be below model.max_positions, which also holds the prompt."""
@@ -87,6 +90,15 @@ class RolloutConfig(Section):
     def num_trajectories(self) -> int:
         """Trajectories per iteration."""
         return self.num_groups * self.group_size
+
+    @model_validator(mode="after")
+    def _check_trajectories_fit_into_memory(self):
+        if self.num_trajectories > MOST_TRAJECTORIES:
+            raise ValueError(
+                f"num_groups ({self.num_groups}) x group_size ({self.group_size}) must be at most {MOST_TRAJECTORIES}, "
+                "because the trajectories of an iteration are in memory together: lower one of them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_group_has_a_spread(self):

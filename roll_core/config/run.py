@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from roll_core.config.algorithm.methods import AlgorithmConfig, Grpo
-from roll_core.config.base import Section
+from roll_core.config.base import PathText, Section
 from roll_core.config.inference import InferenceConfig, RehearsalInference, TorchInference, VllmInference
 from roll_core.config.model import ModelConfig, ScratchModel
 from roll_core.config.operations.legs import LegsConfig, NodesConfig
@@ -30,6 +30,9 @@ from roll_core.config.rollout import RolloutConfig
 from roll_core.config.training.layout import LayoutConfig
 from roll_core.config.training.mismatch import MismatchAction
 from roll_core.config.training.training import BackendKind, Packing, Precision, TrainingConfig
+
+LONGEST_RUN_NAME = 128
+"""Longest name of a run, in bytes. File names have at most 255, and a number, a suffix or a prefix is added."""
 
 
 class ForkedFrom(Section):
@@ -91,7 +94,7 @@ class RunConfig(Section):
     """Store of artifacts, manifests and records."""
     tracking: TrackingConfig = TrackingConfig()
     """MLflow tracking."""
-    work_dir: str = "roll-data/work"
+    work_dir: PathText = "roll-data/work"
     """Scratch folder for logs, the stage cache and the spools, on a disk that every node of a leg can reach. A relative path
     starts at the working directory."""
 
@@ -158,6 +161,8 @@ class RunConfig(Section):
     def _check_name(self):
         if not self.name or not all(c.isalnum() or c in "-_" for c in self.name):
             raise ValueError(f"name ('{self.name}') may hold letters, digits, '-' and '_' only: it names folders")
+        if len(self.name.encode()) > LONGEST_RUN_NAME:
+            raise ValueError(f"name has {len(self.name)} letters: it names folders and jobs, give it {LONGEST_RUN_NAME}")
         return self
 
     @model_validator(mode="after")
@@ -165,6 +170,16 @@ class RunConfig(Section):
         if isinstance(self.reward, ReasoningGym) and not isinstance(self.problems, ReasoningGymProblems):
             raise ValueError(
                 f"reward.kind reasoning_gym grades problems.kind reasoning_gym alone, not {self.problems.kind}: change one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_held_out_puzzles_suffice(self):
+        problems, wanted = self.problems, self.evaluation.num_problems
+        if isinstance(problems, ArithmeticProblems) and wanted > problems.num_puzzles:
+            raise ValueError(
+                f"evaluation.num_problems ({wanted}) is more than problems.digits={problems.digits} can give: lower it or "
+                "raise problems.digits"
             )
         return self
 
@@ -210,7 +225,7 @@ class RunConfig(Section):
             if ranks % together:
                 largest = max(sizes, key=lambda key: sizes[key])
                 others = together // sizes[largest]
-                works = [size for size in range(1, sizes[largest]) if ranks % (others * size) == 0]
+                works = [size for size in range(1, min(sizes[largest], ranks + 1)) if ranks % (others * size) == 0]
                 advice = f"set training.layout.{largest}={works[-1]}" if works else "lower one of these"
                 raise ValueError(
                     f"training.layout: {' x '.join(keys)} ({together}) must divide the {ranks} devices of "
@@ -229,7 +244,7 @@ class RunConfig(Section):
         if rollout.num_groups % training.optimizer_steps:
             steps = training.optimizer_steps
             groups = max(1, round(rollout.num_groups / steps)) * steps
-            fewer = next(n for n in range(steps, 0, -1) if rollout.num_groups % n == 0)
+            fewer = next(n for n in range(min(steps, rollout.num_groups), 0, -1) if rollout.num_groups % n == 0)
             raise ValueError(
                 f"rollout.num_groups ({rollout.num_groups}) must be a multiple of training.optimizer_steps ({steps}), which "
                 f"take the same number each: set rollout.num_groups={groups} or training.optimizer_steps={fewer}"

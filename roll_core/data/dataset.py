@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from roll_core.config.problems import Columns, DatasetProblems
 from roll_core.data.file_source import FileSource, SourceRow
-from roll_core.errors import UserError
+from roll_core.errors import UserError, one_line
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
 """Files that `save_to_disk` writes next to the data of one split, and next to the folders of several splits."""
@@ -25,7 +25,11 @@ class DatasetSource(FileSource):
 
 def _rows(key: str, path: Path, columns: Columns) -> Iterator[SourceRow]:
     number = 0
-    for file in _files(key, path):
+    try:
+        files = _files(key, path)
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise UserError(f"{key}: the tables in {path} cannot be listed ({one_line(error)})") from None
+    for file in files:
         try:
             table = pq.read_table(file) if file.suffix == ".parquet" else _read_arrow(file)
         except (pa.ArrowException, OSError) as error:

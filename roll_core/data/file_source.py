@@ -63,6 +63,16 @@ class FileSource:
             )
         return self._held_out[:count]
 
+    def check_apart(self) -> None:
+        """Raise UserError if a held-out problem is also trained on: its accuracy would say nothing."""
+        trained = {problem.messages: problem.problem_id for problem in self._train}
+        both = [problem for problem in self._held_out if problem.messages in trained]
+        if both:
+            raise UserError(
+                f"problems.held_out: {len(both)} of its {len(self._held_out)} problems are also in problems.train, the "
+                f"first is {both[0].problem_id}, which is {trained[both[0].messages]}: remove them from one of the files"
+            )
+
     def demonstration(self, index: int) -> Demonstration:
         """Return a problem with its reference answer."""
         problem = self.problem(index)

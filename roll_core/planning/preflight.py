@@ -3,10 +3,12 @@ names its key."""
 
 import logging
 import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from roll_core.config.algorithm.methods import Distillation
 from roll_core.config.algorithm.teachers import PretrainedTeacher, RunTeacher, TeacherConfig
+from roll_core.config.base import LARGEST
 from roll_core.config.inference import VllmInference
 from roll_core.config.model import PretrainedModel
 from roll_core.config.operations.legs import SlurmLauncherConfig
@@ -14,9 +16,11 @@ from roll_core.config.operations.placement import DeviceKind
 from roll_core.config.run import RunConfig
 from roll_core.config.training.lora import ATTENTION_TARGETS
 from roll_core.config.training.training import BackendKind
-from roll_core.data.problem_source import build_source
+from roll_core.data.file_source import FileSource
+from roll_core.data.problem_source import ProblemSource, build_source
 from roll_core.errors import UserError
 from roll_core.extras import Extra, require
+from roll_core.host import remedy
 from roll_core.inference.vllm.support import check_divisible, check_head_size, check_version
 from roll_core.models.packaged import PACKAGED
 from roll_core.planning.architectures import check_architecture
@@ -27,11 +31,14 @@ from roll_core.planning.model_shape import shape_of
 from roll_core.rewards.base import build_reward
 from roll_core.rollout.filter import build_filter
 from roll_core.rollout.posing import PromptRoom, pose
-from roll_core.rollout.renderer import build_renderer
+from roll_core.rollout.renderer import ChatTemplateRenderer, Renderer, build_renderer
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.checkpoints import checkpoint_iterations
 from roll_core.store.records.runs import find_run, read_config
-from roll_core.types.trajectory import Failure
+from roll_core.types.trajectory import Failure, Problem
+
+MOST_GENERATED = 512
+"""Most generated problems to pose before a run starts, of each kind: generated problems hardly differ in length."""
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +78,19 @@ def check_origins(config: RunConfig) -> None:
 def _check_model(key: str, folder: Path) -> None:
     """Raise UserError if the folder has no Hugging Face model."""
     if not (folder / "config.json").is_file():
-        hint = f": roll models import {folder.name} --to {folder}" if folder.name in PACKAGED else ""
-        raise UserError(f"{key}: no Hugging Face model in {folder} (config.json is missing){hint}")
+        raise UserError(f"{key}: no Hugging Face model in {folder} (config.json is missing){_where_to_get(folder)}")
+
+
+def _where_to_get(folder: Path) -> str:
+    """Command that fetches the model of a folder, to end an error sentence; empty if none is known.
+
+    A relative path of two words, such as Qwen/Qwen3-0.6B, is most likely the name of a model on the Hugging Face hub.
+    """
+    if folder.name in PACKAGED:
+        return f": roll models import {folder.name} --to {folder}"
+    if folder.parent.parent == Path.cwd() and not folder.parent.exists():
+        return f": hf download {folder.parent.name}/{folder.name} --local-dir {folder}"
+    return ""
 
 
 def _check_shape(model: PretrainedModel) -> None:
@@ -152,24 +170,46 @@ def check_fits(config: RunConfig) -> None:
 
 
 def check_prompts(config: RunConfig) -> None:
-    """Raise UserError if no prompt can be posed. Poses every held-out problem, and as many training problems as one
-    iteration takes. Some that cannot be posed are only reported: a run goes on without them."""
+    """Raise UserError if no prompt can be posed, or if a file's problem is both trained and held out.
+
+    Poses every held-out problem, and as many training problems as one iteration takes. Some that cannot be posed are only
+    reported: a run goes on without them.
+    """
     source, renderer = build_source(config.problems, config.seed), build_renderer(config.model)
+    _check_vocabulary(config, renderer)
+    if isinstance(source, FileSource):
+        source.check_apart()
     room = PromptRoom(config.model.max_positions, config.rollout.max_new_tokens)
-    looked_at = {
-        "held-out": source.held_out(config.evaluation.num_problems),
-        "training": [source.problem(index) for index in range(config.rollout.num_groups)],
-    }
-    for which, problems in looked_at.items():
-        posed = (pose(problem, renderer, room) for problem in problems)
+    for which, problems in _problems_to_pose(source, config):
+        posed = [pose(problem, renderer, room) for problem in problems]
         failures = [prompt for prompt in posed if isinstance(prompt, Failure)]
-        if failures and len(failures) == len(problems):
-            raise UserError(f"problems: none of {len(problems)} {which} problems can be posed: {failures[0].cause}")
+        if failures and len(failures) == len(posed):
+            raise UserError(f"problems: none of {len(posed)} {which} problems can be posed: {failures[0].cause}")
         if failures:
             log.warning(
                 "problems: %d of %d %s problems cannot be posed, the first: %s",
-                *(len(failures), len(problems), which, failures[0].cause),
+                *(len(failures), len(posed), which, failures[0].cause),
             )
+
+
+def _problems_to_pose(source: ProblemSource, config: RunConfig) -> Iterator[tuple[str, Iterable[Problem]]]:
+    """Problems of an evaluation and of the first iteration: of generated ones, which are all alike, at most MOST_GENERATED
+    each. The first of these comes alone, because drawing many that are too long takes long."""
+    most = LARGEST if isinstance(source, FileSource) else MOST_GENERATED
+    if not isinstance(source, FileSource):
+        yield "held-out", source.held_out(1)
+    yield "held-out", source.held_out(min(config.evaluation.num_problems, most))
+    yield "training", (source.problem(index) for index in range(min(config.rollout.num_groups, MOST_GENERATED)))
+
+
+def _check_vocabulary(config: RunConfig, renderer: Renderer) -> None:
+    """Raise UserError if the tokenizer has tokens that the model has no embedding for. Skipped if the shape is unknown."""
+    shape = shape_of(config.model)
+    if isinstance(renderer, ChatTemplateRenderer) and shape is not None and renderer.num_tokens > shape.vocabulary:
+        raise UserError(
+            f"model.path: the tokenizer has {renderer.num_tokens} tokens, but the model has embeddings for "
+            f"{shape.vocabulary}: take the tokenizer that the model came with, or resize the embeddings"
+        )
 
 
 def _check_domains(config: RunConfig) -> None:
@@ -271,4 +311,4 @@ def _check_folder(key: str, folder: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UserError(f"{key}: cannot write to {folder} ({error.strerror}): make it writable or change {key}") from None
+        raise UserError(f"{key}: cannot write to {folder} ({error.strerror}): {remedy(error)} or change {key}") from None

@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from roll_core.config.model import ModelConfig, PretrainedModel, ScratchModel
+from roll_core.errors import UserError, one_line
 from roll_core.models import characters
 from roll_core.types.trajectory import Message
 
@@ -47,8 +48,18 @@ class ChatTemplateRenderer:
     def __init__(self, model_path: str):
         from transformers import AutoTokenizer
 
-        self._tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise UserError(f"model.path: the tokenizer in {model_path} cannot be loaded ({one_line(error)})") from None
+        if self._tokenizer.chat_template is None:
+            raise UserError(
+                f"model.path: the tokenizer in {model_path} has no chat template to render prompts with, like most base "
+                "models: put a file chat_template.jinja into the folder, for example that of the model's instruct version"
+            )
         self.stop_token_ids: tuple[int, ...] = (self._tokenizer.eos_token_id,)
+        self.num_tokens: int = len(self._tokenizer)
+        """Number of tokens in the tokenizer, added ones included."""
 
     def prompt(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
         chat = [{"role": message.speaker.value, "content": message.text} for message in messages]

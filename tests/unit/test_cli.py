@@ -1,7 +1,10 @@
 """Command line: every command is a module, explains itself, and refuses mistakes with one sentence and exit code 2."""
 
 import contextlib
+import errno
+import io
 import json
+import os
 import pkgutil
 import subprocess
 import sys
@@ -11,9 +14,16 @@ import pytest
 
 from flows import cli
 from flows.cli.options import DEFAULT_STORE, create_folder, parse_run_and_iteration, store_option
+from flows.cli.progress_view import LastingConsole, live_view
+from flows.prefect_server import prefect_api
 from roll_core.config.load import absolute_uri
 from roll_core.errors import UserError
-from tests.support import ROOT
+from roll_core.host import free_port
+from roll_core.store.object_store import ObjectStore
+from roll_core.store.records.runs import open_run
+from roll_core.types.refs import RunRef
+from tasks.progress import announce_run
+from tests.support import ROOT, tiny_config
 
 SHARED = {"__main__", "follow", "options", "progress_view"}
 """Modules of `flows.cli` that are not commands."""
@@ -105,3 +115,80 @@ def test_the_json_schema_has_the_sections_of_a_run_file(capsys):
 def test_config_takes_a_key_or_json_schema():
     with pytest.raises(SystemExit, match="2"):
         cli.main(["config", "rollout", "--json-schema"])
+
+
+@pytest.mark.parametrize("arguments", [["plan", "configs/runs/quickstart.yaml"], ["config", "training"]])
+def test_output_that_is_closed_early_ends_a_command_silently(arguments):
+    """`roll plan CONFIG | head -1`"""
+    command = [sys.executable, "-u", "-m", "flows.cli", *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == cli.OUTPUT_CLOSED
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["show", "a\0b"], ["show", "r" * 300], ["export", "x-1@1", "f" * 300], ["plan", "c" * 5000], ["runs", "--store", "\0"]],
+)
+def test_an_argument_that_no_file_can_be_named_is_refused(capsys, arguments):
+    assert cli.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert len(line) < 400
+
+
+def test_an_iteration_must_be_ascii_digits():
+    with pytest.raises(UserError, match="^RUN@ITERATION: "):
+        parse_run_and_iteration("quickstart-1@\u00b2")
+
+
+def test_a_full_disk_is_not_said_to_be_read_only(tmp_path):
+    with (
+        pytest.raises(UserError, match="No space left on device.*: make room there or name another"),
+        create_folder(tmp_path / "x"),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.raises(UserError, match="make it writable or name another"), create_folder(tmp_path / "x"):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:{port}/api", "nowhere", "http://[", "http://127.0.0.1:{port}x/api"])
+def test_a_prefect_server_that_does_not_respond_is_named_before_anything_starts(tmp_path, monkeypatch, url):
+    url = url.format(port=free_port())
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    with pytest.raises(UserError, match="^PREFECT_API_URL: no Prefect server responds at "), prefect_api(tmp_path):
+        pytest.fail("the block must not run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_cannot_be_read_is_shown_as_its_error_alone(tmp_path, capsys):
+    store = ObjectStore(f"file://{tmp_path}")
+    run = open_run(store, tiny_config(tmp_path))
+    (tmp_path / "runs" / run.run_id / "config.json").write_bytes(b"damaged")
+    assert cli.main(["show", run.run_id, "--store", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+
+
+def test_the_name_of_a_run_is_printed_as_soon_as_it_is_known(tmp_path):
+    written = io.StringIO()
+    with live_view(tiny_config(tmp_path), LastingConsole(file=written)):
+        announce_run(RunRef(run_id="tiny-1", store_uri=f"file://{tmp_path}", config_digest="0" * 64))
+        assert "run      tiny-1\n" in written.getvalue()
+
+
+def test_a_reader_that_goes_away_does_not_end_what_is_followed(tmp_path):
+    """`roll run CONFIG | head`: the console falls silent."""
+    script = (
+        "import sys\n"
+        "from flows.cli.progress_view import LastingConsole\n"
+        "console = LastingConsole()\n"
+        "for _ in range(100):\n"
+        "    console.print('a row')\n"
+        "print('went on', file=sys.stderr)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b"went on\n"
+    assert process.wait() == 0

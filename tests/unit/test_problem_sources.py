@@ -233,3 +233,57 @@ def test_dataset_and_reasoning_gym_sources_are_built_from_the_config(tmp_path):
     assert build_source(config.problems, 0).domains == {"rows"}
     config = tiny_config(tmp_path, problems={"kind": "reasoning_gym", "tasks": [{"name": "chain_sum"}]})
     assert build_source(config.problems, 0).domains == {"chain_sum"}
+
+
+# -------------------------------------------------------------------------------------------------- files as they come
+def test_only_a_line_feed_ends_a_row(tmp_path):
+    """U+2028, U+0085, a vertical tab and a file separator are characters of a text; str.splitlines takes them for ends."""
+    prompt = "one\u2028two\u0085three"
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "1"}, ensure_ascii=False) + "\n")
+    path = str(tmp_path / "rows.jsonl")
+    [problem] = JsonlSource(JsonlProblems(train=path, held_out=path), seed=0).held_out(1)
+    assert problem.messages[0].text == prompt
+
+
+def test_blank_lines_are_skipped_and_lines_are_counted_as_an_editor_does(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(
+        '\ufeff{"prompt": "1+1=", "answer": "2"}\r\n\r\n  \n{"prompt": "1+2=", "answer": "3"}\n\n'
+    )
+    path = str(tmp_path / "rows.jsonl")
+    problems = JsonlSource(JsonlProblems(train=path, held_out=path), seed=0).held_out(2)
+    assert [(problem.problem_id, problem.answer) for problem in problems] == [("rows/1", "2"), ("rows/4", "3")]
+
+
+@pytest.mark.parametrize("row", [b'{"prompt": "\xff"}', b"[" * 100_000, b'{"prompt": ' + b"9" * 5000 + b"}"])
+def test_a_row_that_is_not_json_in_utf8_is_refused_in_one_sentence(tmp_path, row):
+    (tmp_path / "rows.jsonl").write_bytes(row)
+    path = str(tmp_path / "rows.jsonl")
+    with pytest.raises(UserError, match="^problems.train: .*rows.jsonl"):
+        JsonlSource(JsonlProblems(train=path, held_out=path), seed=0)
+
+
+def test_a_held_out_problem_that_is_also_trained_on_is_refused(tmp_path):
+    rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(4)]
+    for name, some in (("train", rows[:3]), ("held_out", rows[2:]), ("apart", rows[3:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    files = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "held_out", "apart")}
+    JsonlSource(JsonlProblems(train=files["train"], held_out=files["apart"]), seed=0).check_apart()
+    with pytest.raises(
+        UserError, match=r"^problems.held_out: 1 of its 2 problems .* the first is held_out/1, which is train/3: "
+    ):
+        JsonlSource(JsonlProblems(train=files["train"], held_out=files["held_out"]), seed=0).check_apart()
+
+
+def test_a_template_with_a_placeholder_of_another_library_is_refused(tmp_path):
+    problems = {"kind": "jsonl", "train": "t", "held_out": "h", "template": "{prompt} {question}"}
+    with pytest.raises(
+        UserError, match="problems.template: only {prompt} is replaced, and {question} would reach the model"
+    ):
+        tiny_config(tmp_path, problems=problems)
+
+
+@pytest.mark.parametrize("state", ["", "[]", "{}", '{"_data_files": [1]}'])
+def test_a_damaged_dataset_folder_is_refused_in_one_sentence(tmp_path, state):
+    (tmp_path / "state.json").write_text(state)
+    with pytest.raises(UserError, match="^problems.train: the tables in .* cannot be listed"):
+        dataset(tmp_path)

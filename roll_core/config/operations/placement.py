@@ -7,9 +7,9 @@ in common, engines on the trainer's devices sleep while it works and the others 
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from roll_core.config.base import DeviceList, Section, Unit
+from roll_core.config.base import MOST_DEVICES, DeviceList, Section, Unit
 
 
 class DeviceKind(StrEnum):
@@ -40,9 +40,9 @@ class ClusterConfig(Section):
 
     device: DeviceKind = DeviceKind.CPU
     """Kind of device that models run on."""
-    nodes: Annotated[PositiveInt, Unit("nodes")] = 1
+    nodes: Annotated[PositiveInt, Field(le=MOST_DEVICES), Unit("nodes")] = 1
     """Nodes of a leg."""
-    devices_per_node: Annotated[PositiveInt, Unit("devices")] = 1
+    devices_per_node: Annotated[PositiveInt, Field(le=1024), Unit("devices")] = 1
     """GPUs per node; on CPUs, the number of slots that roles share."""
     device_memory_gib: PositiveFloat | None = None
     """Memory of a GPU, in GiB, for the check that a run fits. Null asks the machine where the command runs, if it has a GPU.

@@ -2,9 +2,9 @@
 
 from typing import Annotated
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from roll_core.config.base import Section, Unit
+from roll_core.config.base import PathText, Section, Unit
 
 RETRY_SECONDS = 300.0
 """Default of store.retry_seconds, also for code that has the address of a store but no config yet."""
@@ -15,7 +15,7 @@ GRACE_MINUTES = 60.0
 class StoreConfig(Section):
     """Store of artifacts, manifests and records."""
 
-    uri: str = "roll-data/store"
+    uri: PathText = "roll-data/store"
     """Folder, file:// or s3:// address that holds artifacts and manifests. For s3://, the ordinary AWS settings give
     endpoint, credentials and region: AWS_ENDPOINT_URL, AWS_PROFILE, AWS_ACCESS_KEY_ID and so on, or files under ~/.aws."""
     retry_seconds: PositiveFloat = RETRY_SECONDS
@@ -91,8 +91,9 @@ class EvaluationConfig(Section):
 
     every: Annotated[PositiveInt, Unit("iterations")] = 5
     """Iterations between evaluations. The first and the last policy are always evaluated."""
-    num_problems: PositiveInt = 256
-    """Held-out problems per evaluation. More give a more precise accuracy and take longer."""
+    num_problems: Annotated[PositiveInt, Field(le=1_000_000)] = 256
+    """Held-out problems per evaluation. More give a more precise accuracy and take longer: the standard error of an accuracy
+    is 0.03 at most with 256, and 0.0005 with a million."""
 
 
 class CheckpointConfig(Section):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from roll_core.errors import StoreRefused
+from roll_core.host import remedy
 from roll_core.store.media.medium import PART_SIZE, AlreadyExists, ListedObject
 
 PARTIAL = ".partial-"
@@ -98,7 +99,8 @@ class FolderMedium:
             raise
         except OSError as error:
             raise StoreRefused(
-                f"store.uri: cannot {doing} {self._uri} ({error.strerror}): make it {wanted} or point store.uri elsewhere"
+                f"store.uri: cannot {doing} {self._uri} ({error.strerror}): {remedy(error, wanted)} or point store.uri "
+                "elsewhere"
             ) from None
 
 
