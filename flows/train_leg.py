@@ -11,7 +11,7 @@ from prefect import flow
 
 from flows.prefect_server import exit_soon
 from roll_core.config.run import RunConfig, flat_config
-from roll_core.errors import ArtifactDamaged, RoleDied
+from roll_core.errors import RoleDied
 from roll_core.store.records.forks import lineage
 from roll_core.store.records.runs import read_chain, read_config, store_of
 from roll_core.tracking.spool import RunStatus
@@ -22,7 +22,7 @@ from tasks.commit import IterationReceipts, commit
 from tasks.export import store_export
 from tasks.legs import leg_failed
 from tasks.recover import recover
-from tasks.services import Services, open_services, run_dir
+from tasks.services import SPOOL, STAGE_CACHE, Services, open_services, run_dir
 from tasks.stages import (
     checkpoint,
     checkpoint_committed,
@@ -69,6 +69,7 @@ def close_leg(manifest: Manifest, ending: LegEnding, services: Services) -> None
         if services.config.checkpoint.export_at_end:
             store_export(manifest, services)
         services.tracker.end(RunStatus.FINISHED)
+        shutil.rmtree(run_dir(services.run, services.config) / SPOOL, ignore_errors=True)  # all of it is committed
 
 
 def iterate(manifest: Manifest, services: Services) -> Manifest:
@@ -136,21 +137,13 @@ def is_due(updated: Updated, every: int, config: RunConfig) -> bool:
 
 def run_leg_flow(run: RunRef, leg: int, allocation: LegAllocation) -> LegEnded:
     """Run the train_leg flow and return how the leg ended. Exceptions become a LegEnded too."""
-    scratch = run_dir(run, read_config(run))
-    if not any(manifest.run_id == run.run_id for manifest in read_chain(store_of(run), run.run_id)):
-        # These folders belong to a run of the same name in another store, or in a store that was deleted since.
-        for folder in ("stage-cache", "spool"):
-            shutil.rmtree(scratch / folder, ignore_errors=True)
     try:
-        return train_with_restarts(run, leg, allocation, scratch / "stage-cache")
+        return train_with_restarts(run, leg, allocation, run_dir(run, read_config(run)) / STAGE_CACHE)
     except TransportError as error:
         # Prefect's client lost its server. If the run is finished, only the flow's final state was not reported.
         return finished_leg(run, leg) or leg_failed(run, leg, error)
     except Exception as error:
         traceback.print_exc()  # LegEnded holds one line; the leg's log has the traceback
-        if isinstance(error, ArtifactDamaged):
-            # A cached result may name rollouts that were garbage-collected before they were committed: compute it again.
-            shutil.rmtree(scratch / "stage-cache", ignore_errors=True)
         return leg_failed(run, leg, error)
     finally:
         exit_soon(exit_code=0)

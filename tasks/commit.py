@@ -83,6 +83,7 @@ def commit(parent: Manifest | None, iteration: IterationReceipts, services: Serv
     services.fleet.raise_if_storing_failed()
     commit_manifest(services.store, manifest)
     services.fleet.on_committed(manifest.next_problem)
+    services.holds_committed_weights = True
     services.last_commit_at = time.monotonic()
     track(manifest, services)
     return manifest

@@ -90,9 +90,15 @@ def checkpoint(updated: Updated, published: Published, services: Services) -> Ch
 
 @state_changing("checkpoint {manifest.iteration}")
 def checkpoint_committed(manifest: Manifest, services: Services) -> Receipt:
-    """Checkpoint the last committed iteration, unless it has a checkpoint. Called when a leg is about to end."""
+    """Checkpoint the last committed iteration, unless it has a checkpoint. Called when a leg is about to end.
+
+    After a recovery that was not exact, the trainer holds other weights until the next commit: they are not stored as those
+    of the manifest.
+    """
     services.fleet.wait_for_checkpoint()
-    if not checkpoints_of(services.store, [manifest]):
+    if not services.holds_committed_weights:
+        log.warning("iteration %d gets no checkpoint: other weights were recovered than committed", manifest.iteration)
+    elif not checkpoints_of(services.store, [manifest]):
         published = Published(weights_version=manifest.weights_version, weights_digest=manifest.weights_digest, num_bytes=0)
         services.fleet.checkpoint(manifest.iteration, published)
     return Receipt()

@@ -30,13 +30,14 @@ from roll_core.config.rollout import RolloutConfig
 from roll_core.config.training.layout import LayoutConfig
 from roll_core.config.training.mismatch import MismatchAction
 from roll_core.config.training.training import BackendKind, Packing, Precision, TrainingConfig
+from roll_core.types.names import RunId
 
 
 class ForkedFrom(Section):
     """Checkpoint of another run to start from: its policy, optimizer state, position in the problem stream and reference
     policy. Artifacts of the other run are shared, not copied."""
 
-    run_id: str
+    run_id: RunId
     """Id of the other run, for example quickstart-1; it must be in the same store and have the same `model`."""
     iteration: NonNegativeInt
     """Iteration of the other run to continue after; it must have a checkpoint."""
