@@ -147,6 +147,8 @@ def _read_chain(store: ObjectStore, run_id: str, descendants: tuple[str, ...]) -
             raise ArtifactDamaged(
                 f"store: {name} is missing from {store.uri}, though later iterations are there: restore it from a copy"
             )
+        if (manifest.run_id, manifest.iteration) != (run_id, len(chain)):
+            raise ArtifactDamaged(f"store: {name} in {store.uri} says that it is another manifest: restore it from a copy")
         if manifest.parent != (record_digest(chain[-1]) if chain else NO_PARENT):
             raise ArtifactDamaged(
                 f"store: {name} in {store.uri} does not continue the iteration before it: restore both from a copy"
