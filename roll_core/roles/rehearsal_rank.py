@@ -26,9 +26,6 @@ class RehearsalRank(TrainerRank):
     def load_reference(self, checkpoint: CheckpointRef) -> None:
         """Load nothing: the weights of a rehearsal depend on what was trained on alone."""
 
-    def _check_metadata(self, folder: Path) -> None:
-        """Check nothing: the checkpoint of a rehearsal is one JSON file."""
-
     def put_in_object_store(self, version: int) -> RayWeights | None:
         """Return weights without buckets, under this version number and the state's digest; rank 0 only."""
         return RayWeights(version, (), ray.put(None), self._learner.state.digest) if self._rank == 0 else None

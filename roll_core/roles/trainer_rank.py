@@ -7,7 +7,7 @@ id returns the first result.
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
@@ -15,11 +15,11 @@ import ray
 from roll_core.config.algorithm.methods import Distillation
 from roll_core.config.run import RunConfig
 from roll_core.data.ledger import resolve_draws
-from roll_core.errors import RollError
+from roll_core.errors import ArtifactDamaged, RollError
 from roll_core.host import ANY_ADDRESS, free_port
 from roll_core.roles.process import freeze_garbage_collector
 from roll_core.roles.ray_weights import RayWeights
-from roll_core.store.object_store import ObjectStore
+from roll_core.store.object_store import ObjectStore, object_name
 from roll_core.store.records.checkpoints import checkpoints_of, download_files, upload_files
 from roll_core.store.records.rollouts import decode_trajectories
 from roll_core.store.records.runs import read_chain
@@ -109,7 +109,9 @@ class TrainerRank:
         for left in self._scratch.glob(f"restore-*-rank-{self._rank}"):
             shutil.rmtree(left)
         download_files(self._store, checkpoint, self._restore_folder(checkpoint))
-        self._check_metadata(self._restore_folder(checkpoint))
+        for file in checkpoint.files:
+            if PurePosixPath(file.name).name == ".metadata":
+                self._check_metadata(file, self._restore_folder(checkpoint))
 
     def restore(self, checkpoint: CheckpointRef) -> None:
         """Load a fetched checkpoint, and delete what was fetched."""
@@ -372,12 +374,14 @@ class TrainerRank:
                     self._learner.load_frozen(teacher_name(number), self._restore_folder(checkpoint))
                     shutil.rmtree(self._restore_folder(checkpoint))
 
-    def _check_metadata(self, folder: Path) -> None:
+    def _check_metadata(self, file: CheckpointFile, folder: Path) -> None:
         """Raise ArtifactDamaged, before all ranks load together, if metadata of a checkpoint is not what torch writes."""
         from roll_core.training.checkpoint_reader import read_metadata
 
-        for path in sorted(folder.rglob(".metadata")):
-            read_metadata(path)
+        try:
+            read_metadata(folder / file.name)
+        except ArtifactDamaged as error:
+            raise ArtifactDamaged(f"store: {object_name(file.artifact)} in {self._store.uri}: {error}") from None
 
     def _restore_folder(self, checkpoint: CheckpointRef) -> Path:
         return self._scratch / f"restore-{checkpoint.iteration}-rank-{self._rank}"
