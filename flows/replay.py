@@ -16,7 +16,8 @@ from tasks.replay import replay as replay_task
 
 @flow(name="replay", flow_run_name="replay {run_id}@{iteration}")
 def replay(run_id: str, iteration: int, store: str) -> Replayed:
-    """Replay the update of an iteration and compare the result with what was committed. Writes nothing into the store."""
+    """Replay the update of an iteration and compare the result with what was committed. Writes nothing into the store,
+    except a marker if a checkpoint is damaged."""
     from roll_core.roles.fleet import Fleet
 
     object_store = ObjectStore(store)

@@ -13,7 +13,7 @@ from prefect import flow
 from flows.flow_runs import ON_END, hold_flow_run
 from flows.prefect_server import exit_soon
 from roll_core.config.run import RunConfig, flat_config
-from roll_core.errors import ArtifactDamaged, LegInterrupted, RoleDied
+from roll_core.errors import LegInterrupted, RoleDied
 from roll_core.store.records.forks import lineage
 from roll_core.store.records.runs import read_chain, read_config, store_of
 from roll_core.tracking.spool import RunStatus
@@ -24,7 +24,7 @@ from tasks.commit import IterationReceipts, commit
 from tasks.export import store_export
 from tasks.legs import leg_failed
 from tasks.recover import recover
-from tasks.services import Services, open_services, run_dir
+from tasks.services import SPOOL, STAGE_CACHE, Services, open_services, run_dir
 from tasks.stages import (
     checkpoint,
     checkpoint_committed,
@@ -69,7 +69,7 @@ def close_leg(manifest: Manifest, ending: LegEnding, services: Services) -> None
     the end of the run, the export."""
     if ending is not LegEnding.FINISHED:
         services.fleet.stop_rollouts()
-        if not services.has_uncommitted_update:
+        if services.holds_committed_weights:
             checkpoint_committed(manifest, services)
     track_receipt(manifest.iteration, store_checkpoint(services), services)
     if ending is LegEnding.FINISHED:
@@ -77,6 +77,7 @@ def close_leg(manifest: Manifest, ending: LegEnding, services: Services) -> None
     services.background.close(services.config.tracking.drain_seconds)
     if ending is LegEnding.FINISHED:
         services.tracker.end(RunStatus.FINISHED)
+        shutil.rmtree(run_dir(services.run, services.config) / SPOOL, ignore_errors=True)  # all of it is committed
 
 
 def export_at_end(manifest: Manifest, services: Services) -> None:
@@ -157,22 +158,14 @@ def is_due(updated: Updated, every: int, config: RunConfig) -> bool:
 
 def run_leg_flow(run: RunRef, leg: int, allocation: LegAllocation) -> LegEnded:
     """Run the train_leg flow and return how the leg ended. Exceptions become a LegEnded too."""
-    scratch = run_dir(run, read_config(run))
-    if not any(manifest.run_id == run.run_id for manifest in read_chain(store_of(run), run.run_id)):
-        # These folders belong to a run of the same name in another store, or in a store that was deleted since.
-        for folder in ("stage-cache", "spool"):
-            shutil.rmtree(scratch / folder, ignore_errors=True)
     try:
-        return train_with_restarts(run, leg, allocation, scratch / "stage-cache")
+        return train_with_restarts(run, leg, allocation, run_dir(run, read_config(run)) / STAGE_CACHE)
     except (TransportError, HTTPStatusError) as error:
         # Prefect's server is gone or overloaded. If the run is finished, only the flow's final state was not reported.
         return finished_leg(run, leg) or leg_failed(run, leg, error)
     except Exception as error:
         with contextlib.suppress(OSError):  # a full disk under the leg's log
             traceback.print_exc()  # LegEnded holds one line; the leg's log has the traceback
-        if isinstance(error, ArtifactDamaged):
-            # A cached result may name rollouts that were garbage-collected before they were committed: compute it again.
-            shutil.rmtree(scratch / "stage-cache", ignore_errors=True)
         return leg_failed(run, leg, error)
     finally:
         exit_soon(exit_code=0)

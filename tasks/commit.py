@@ -83,8 +83,8 @@ def commit(parent: Manifest | None, iteration: IterationReceipts, services: Serv
     services.fleet.raise_if_storing_failed()
     commit_manifest(services.store, manifest)
     services.fleet.on_committed(manifest.next_problem)
+    services.holds_committed_weights = True
     services.iteration_began_at = time.monotonic()
-    services.has_uncommitted_update = False
     track(manifest, services)
     return manifest
 

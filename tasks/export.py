@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from roll_core.errors import ArtifactDamaged
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.records.checkpoints import checkpoints_to_resume
+from roll_core.store.records.checkpoints import checkpoints_of
 from roll_core.store.records.exports import find_export
 from roll_core.types.manifest import Manifest, Receipt
 from tasks.durability import state_changing
@@ -31,9 +31,9 @@ def write_export(chain: list[Manifest], store: ObjectStore, folder: Path, fleet:
 
     Raise ArtifactDamaged if the digest of the written weights is not the one that was committed.
     """
-    checkpoints = checkpoints_to_resume(store, chain)
-    assert checkpoints[-1].iteration == chain[-1].iteration, "exported from a checkpoint, not from a replay"
-    fleet.restore(checkpoints[-1], checkpoints[0])
+    exported = [checkpoint for checkpoint in checkpoints_of(store, chain) if checkpoint.iteration == chain[-1].iteration]
+    assert exported, "exported from a checkpoint, not from a replay"
+    fleet.restore(exported[-1])
     digest, committed = fleet.export(folder), chain[-1].weights_digest
     if committed and digest != committed:
         raise ArtifactDamaged(f"the policy in {folder} is {digest[:12]}, and {committed[:12]} was committed: do not use it")

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_core.config.run import RunConfig
-from roll_core.errors import IterationTaken, NodeUnfit, RollError, one_line
+from roll_core.errors import ArtifactDamaged, IterationTaken, NodeUnfit, RollError, one_line
 from roll_core.host import try_lock
 from roll_core.provenance import library_versions, machine_kind
 from roll_core.reporting.goodput import START
 from roll_core.reporting.stage_log import StageLog
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.nodes import NodeFailure, record_failure
-from roll_core.store.records.runs import read_config, store_of
+from roll_core.store.records.runs import read_chain, read_config, store_of
 from roll_core.tracking.tracker import MACHINE_TAG, VERSIONS_TAG, Tracker
 from roll_core.types.leg import LegAllocation
 from roll_core.types.refs import RunRef
@@ -34,6 +34,8 @@ RAY_STAGE = "ray"
 """Stage, within the start of a leg, that waits for the Ray head."""
 SHORT_RETRY_SECONDS = 2.0
 """Seconds for which requests are retried whose answer can wait or is not needed, if the store is down."""
+STAGE_CACHE, SPOOL = "stage-cache", "spool"
+"""Folders within a run's folder: results of PURE tasks, and rollouts on their way to the store."""
 LEASE_WAIT_S = 30.0
 """Seconds that a new leg waits for the previous leg on this machine to end."""
 
@@ -66,9 +68,9 @@ class Services:
         self.pages = Pages(store, run_dir(run, config), config.tracking.trajectory_samples, tracker)
         self.iteration_began_at = time.monotonic()
         """Monotonic time of the last commit, of the end of recovery, or of the leg's start, whichever is last."""
-        self.has_uncommitted_update = False
-        """True from an update of critic or policy until its iteration is committed: what the trainer holds meanwhile is no
-        committed iteration."""
+        self.holds_committed_weights = True
+        """False while the trainer holds weights other than those of the last manifest: from an update until its iteration is
+        committed, and after a recovery that was not exact until the next commit."""
 
 
 @contextlib.contextmanager
@@ -83,11 +85,11 @@ def open_services(run: RunRef, leg: int, allocation: LegAllocation) -> Iterator[
     stage_log, leg_time = StageLog(leg_dir), LegTime(allocation.ends_at)
     with (
         _lease(run, config),
+        _own_scratch(run, config),
         tracking(run, config) as tracker,
         _recording_unfit_nodes(run, leg),
         contextlib.ExitStack() as stack,
     ):
-        _clear_scratch(run_dir(run, config))
         with stage_log.stage(START):
             address = _ray_address(allocation, stage_log)
             fleet = stack.enter_context(Fleet(run, config, leg_dir, address, leg_time.is_told_to_stop))
@@ -129,11 +131,29 @@ def record_node_failures(run: RunRef, leg: int, reasons: Mapping[str, str]) -> N
             log.warning("a failure of node %s (%s) is not recorded: %s", node, reason, one_line(error))
 
 
-def _clear_scratch(folder: Path) -> None:
-    """Delete the checkpoint, restore and export folders that killed legs left. They are large, and nothing reads them."""
+@contextlib.contextmanager
+def _own_scratch(run: RunRef, config: RunConfig) -> Iterator[None]:
+    """Clear the run's folder of what is not for this leg. The lease must be held: a live leg uses the same folder.
+
+    Stage cache and spool are kept if they are this run's, by store and config. A run without manifests has nothing to keep:
+    its name may be that of a run in a store that was deleted since. If the block finds a stored object damaged, the stage
+    cache is deleted: a cached result may name rollouts that were garbage-collected before they were committed.
+    """
+    folder = run_dir(run, config)
+    owner, marker = f"{run.store_uri} {run.config_digest}", folder / "scratch-owner"
+    if not read_chain(store_of(run), run.run_id) or not marker.exists() or marker.read_text() != owner:
+        for name in (STAGE_CACHE, SPOOL):
+            shutil.rmtree(folder / name, ignore_errors=True)
+    marker.write_text(owner)
+    # Large, left by killed legs, and read by nothing.
     for pattern in ("leg-*/checkpoint-*", "leg-*/restore-*", "leg-*/export-*"):
         for left in folder.glob(pattern):
             shutil.rmtree(left)
+    try:
+        yield
+    except ArtifactDamaged:
+        shutil.rmtree(folder / STAGE_CACHE, ignore_errors=True)
+        raise
 
 
 @contextlib.contextmanager

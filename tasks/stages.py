@@ -43,14 +43,14 @@ def prepare(collected: Collected, services: Services) -> Prepared:
 @state_changing("update_critic {prepared.collected.request.iteration}")
 def update_critic(prepared: Prepared, services: Services) -> Receipt:
     """Take the critic's optimizer steps over the prepared batch."""
-    services.has_uncommitted_update = True
+    services.holds_committed_weights = False
     return Receipt(metrics=services.fleet.update_critic(prepared.collected))
 
 
 @state_changing("update {prepared.collected.request.iteration}")
 def update(prepared: Prepared, services: Services) -> Updated:
     """Take the policy's optimizer steps over the prepared batch."""
-    services.has_uncommitted_update = True
+    services.holds_committed_weights = False
     updated = services.fleet.update(prepared.collected)
     warn_of_mismatch(updated, services.config.training.mismatch)
     warn_of_uneven_experts(updated, services.config.training.experts)
@@ -92,9 +92,15 @@ def checkpoint(updated: Updated, published: Published, services: Services) -> Ch
 
 @state_changing("checkpoint {manifest.iteration}")
 def checkpoint_committed(manifest: Manifest, services: Services) -> Receipt:
-    """Checkpoint the last committed iteration, unless it has a checkpoint. Called when a leg is about to end."""
+    """Checkpoint the last committed iteration, unless it has a checkpoint. Called when a leg is about to end.
+
+    After a recovery that was not exact, the trainer holds other weights until the next commit: they are not stored as those
+    of the manifest.
+    """
     services.fleet.wait_for_checkpoint()
-    if not checkpoints_of(services.store, [manifest]):
+    if not services.holds_committed_weights:
+        log.warning("iteration %d gets no checkpoint: other weights were recovered than committed", manifest.iteration)
+    elif not checkpoints_of(services.store, [manifest]):
         published = Published(weights_version=manifest.weights_version, weights_digest=manifest.weights_digest, num_bytes=0)
         services.fleet.checkpoint(manifest.iteration, published)
     return Receipt()

@@ -1,6 +1,7 @@
 """Remove the objects of a store that no manifest, checkpoint or export of any run names."""
 
 import argparse
+import math
 
 from flows.cli.options import Commands, add_store
 
@@ -10,13 +11,24 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser("gc", help="remove what no run in a store needs", description=__doc__)
     parser.add_argument(
         "--older-than",
-        type=float,
+        type=_minutes,
         metavar="MINUTES",
         help="leave what is younger: a run may be about to name it (default: the longest store.grace_minutes of the runs)",
     )
     parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     add_store(parser)
     parser.set_defaults(command=run)
+
+
+def _minutes(text: str) -> float:
+    """Parse a number of minutes; argparse prints the sentence of an ArgumentTypeError and exits with 2."""
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = math.nan
+    if not 0.0 <= minutes < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of minutes: give 0 or more, as --older-than 60")
+    return minutes
 
 
 def run(options: argparse.Namespace) -> int:

@@ -43,7 +43,7 @@ def store_option(store_uri: str) -> str:
 def parse_run_and_iteration(text: str) -> tuple[str, int]:
     """Split RUN@ITERATION into the run's id and the iteration. Example: 'quickstart-1@12' -> ('quickstart-1', 12)."""
     run_id, at, iteration = text.rpartition("@")
-    if not at or not run_id or not (iteration.isascii() and iteration.isdigit()):
+    if not at or not run_id or not (iteration.isascii() and iteration.isdecimal()):
         raise UserError(f"RUN@ITERATION: '{text}' is not one; write it like quickstart-1@12")
     return run_id, int(iteration)
 

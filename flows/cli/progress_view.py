@@ -124,7 +124,7 @@ def iteration_row(manifest: Manifest, accuracy: float | None) -> str:
     speed_text = "" if speed is None else f"{speed:.0f}"
     return (
         f"[bold]{manifest.iteration:>4}[/]  {bar}  [green]{held_out}[/]  {speed_text:>9}  "
-        f"{manifest.timings['wall']:>6.2f}  [dim]{stages}[/]"
+        f"{manifest.timings.get('wall', 0.0):>6.2f}  [dim]{stages}[/]"
     )
 
 

@@ -18,16 +18,17 @@ def run(options: argparse.Namespace) -> int:
     from flows.flow_runs import crash_dead_if_served
     from roll_core.config.load import absolute_uri
     from roll_core.store.object_store import ObjectStore
-    from roll_core.store.records.runs import find_run, read_chain, read_config, read_raw_config
+    from roll_core.store.records.runs import find_run, list_runs, read_chain, read_config
+    from roll_core.store.records.stored_config import read_stored_config
 
     store = ObjectStore(absolute_uri(options.store))
-    run_ids = list(store.list("runs"))
+    run_ids = list_runs(store)
     if not run_ids:
         print(f"no runs in {store.uri} yet; start one with: roll run configs/runs/quickstart.yaml")
     work_dirs: set[str] = set()
     for run_id in run_ids:
         try:
-            if not read_raw_config(store, run_id):
+            if read_stored_config(store, run_id) is None:
                 continue
             config = read_config(find_run(store, run_id))
             total = config.iterations

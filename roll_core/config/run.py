@@ -30,6 +30,7 @@ from roll_core.config.rollout import RolloutConfig
 from roll_core.config.training.layout import LayoutConfig
 from roll_core.config.training.mismatch import MismatchAction
 from roll_core.config.training.training import BackendKind, Packing, Precision, TrainingConfig
+from roll_core.types.names import RunId
 
 LONGEST_RUN_NAME = 128
 """Longest name of a run, in bytes. File names have at most 255, and a number, a suffix or a prefix is added."""
@@ -39,7 +40,7 @@ class ForkedFrom(Section):
     """Checkpoint of another run to start from: its policy, optimizer state, position in the problem stream and reference
     policy. Artifacts of the other run are shared, not copied."""
 
-    run_id: str
+    run_id: RunId
     """Id of the other run, for example quickstart-1; it must be in the same store and have the same `model`."""
     iteration: NonNegativeInt
     """Iteration of the other run to continue after; it must have a checkpoint."""

@@ -37,7 +37,7 @@ def render_report(run_id: str, config: RunConfig, chain: Sequence[Manifest]) -> 
 def stage_seconds(manifest: Manifest) -> dict[str, float]:
     """Seconds of an iteration by stage. `other` is the control plane: Prefect, store, commit, tracking."""
     timings = {stage: manifest.timings.get(stage, 0.0) for stage in STAGES[:-1]}
-    return timings | {"other": max(0.0, manifest.timings["wall"] - sum(timings.values()))}
+    return timings | {"other": max(0.0, manifest.timings.get("wall", 0.0) - sum(timings.values()))}
 
 
 def _facts(config: RunConfig, chain: Sequence[Manifest], trained: Sequence[Manifest]) -> str:

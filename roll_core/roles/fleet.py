@@ -3,12 +3,13 @@
 Tasks call it. It holds Ray handles and object references, never a batch or a tensor.
 """
 
+import contextlib
 import json
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,9 +18,9 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from roll_core.config.run import RunConfig
+from roll_core.config.run import ForkedFrom, RunConfig
 from roll_core.config.training.training import BackendKind
-from roll_core.errors import LegInterrupted, RoleDied, RollError
+from roll_core.errors import LegInterrupted, RoleDied, RollError, one_line
 from roll_core.host import atomic_replace
 from roll_core.roles.canary import check_nodes
 from roll_core.roles.placement import reserve_devices
@@ -32,11 +33,11 @@ from roll_core.roles.trainer_rank import BACKGROUND, TrainerRank
 from roll_core.roles.waiting import wait_for, wait_for_survivors
 from roll_core.roles.worker_pool import OFF_DEVICE, WorkerPool
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.records.checkpoints import record_checkpoint, upload_files
+from roll_core.store.records.checkpoints import put_missing_files, record_checkpoint, touch_files, upload_files
 from roll_core.store.records.exports import record_export
 from roll_core.store.upkeep.retention import retire
 from roll_core.types.manifest import Collected, CollectRequest, Evaluated, Manifest, Metrics, Prepared, Published, Updated
-from roll_core.types.refs import ArtifactKind, ArtifactRef, CheckpointRef, ExportRef, RunRef, WeightsRef
+from roll_core.types.refs import ArtifactKind, ArtifactRef, CheckpointFile, CheckpointRef, ExportRef, RunRef, WeightsRef
 
 SCHEDULER = "rollout scheduler"
 MAX_REPLACEMENTS = 3
@@ -128,6 +129,16 @@ class Fleet:
         return self._config.algorithm.has_critic
 
     @property
+    def needs_reference(self) -> bool:
+        """True if the algorithm compares the policy with that of the run's first checkpoint."""
+        return self._config.algorithm.needs_reference
+
+    @property
+    def origin(self) -> ForkedFrom | None:
+        """Run and iteration that the run was forked from; None if it is not a fork."""
+        return self._config.forked_from
+
+    @property
     def nodes(self) -> tuple[str, ...]:
         """Names of the machines in this leg's Ray cluster now."""
         return node_names()
@@ -142,14 +153,26 @@ class Fleet:
         calls = {name: rank.warm_start.remote("warm_start") for name, rank in self._ranks.items()}
         return self._from_rank_0(wait_for(calls, "update", self._config.deadlines.update))
 
-    def restore(self, checkpoint: CheckpointRef, first_checkpoint: CheckpointRef) -> None:
-        """Load a checkpoint into the trainer. The reference policy, if the algorithm needs one, is that of
-        `first_checkpoint`."""
-        self._give_devices_to_trainer()
+    def restore(self, checkpoint: CheckpointRef) -> None:
+        """Load a checkpoint into the trainer. Raise ArtifactDamaged if it is damaged."""
         began_at = time.monotonic()
-        calls = {name: rank.restore.remote(checkpoint, first_checkpoint) for name, rank in self._ranks.items()}
+        self._fetch(checkpoint)
+        calls = {name: rank.restore.remote(checkpoint) for name, rank in self._ranks.items()}
         wait_for(calls, "checkpoint", self._config.deadlines.checkpoint)
         self.checkpoint_s = time.monotonic() - began_at
+
+    def load_reference(self, checkpoint: CheckpointRef) -> None:
+        """Load the policy of a checkpoint as the frozen reference. Raise ArtifactDamaged if it is damaged."""
+        self._fetch(checkpoint)
+        calls = {name: rank.load_reference.remote(checkpoint) for name, rank in self._ranks.items()}
+        wait_for(calls, "checkpoint", self._config.deadlines.checkpoint)
+
+    def _fetch(self, checkpoint: CheckpointRef) -> None:
+        """Download a checkpoint to all ranks, verified. Ranks that load wait for each other: without this stage before it,
+        they would wait for a rank that had found damage."""
+        self._give_devices_to_trainer()
+        calls = {name: rank.fetch.remote(checkpoint) for name, rank in self._ranks.items()}
+        wait_for(calls, "checkpoint", self._config.deadlines.checkpoint)
 
     def collect(self, request: CollectRequest) -> Collected:
         """Generate and grade the trajectories of one batch."""
@@ -240,8 +263,8 @@ class Fleet:
             return
         try:
             gone = retire(self._store, self._run.run_id, config.checkpoint, config.store.grace_minutes * 60)
-        except RollError as error:
-            log.warning("checkpoints of %s could not be retired: %s", self._run.run_id, error)
+        except Exception as error:  # noqa: BLE001  whatever it is, training goes on
+            log.warning("checkpoints of %s could not be retired: %s", self._run.run_id, one_line(error))
             return
         log.info("retired checkpoints of %s: %s", self._run.run_id, [checkpoint.iteration for checkpoint in gone])
 
@@ -255,13 +278,14 @@ class Fleet:
         """Store the policy of the newest manifest as a Hugging Face export. Return None, and store nothing, if a recovery
         led to weights other than the committed ones."""
         folder, committed = self._leg_dir / f"export-{manifest.iteration}", manifest.weights_digest
-        digest = self.export(folder)
+        began_at, digest = time.monotonic(), self.export(folder)
         if committed and digest != committed:
             log.warning("%s is not exported: weights %s were recovered, %s committed", manifest.run_id, digest, committed)
             return None
         files = upload_files(self._store, folder, sorted(folder.iterdir()), ArtifactKind.EXPORT_FILE)
         export = ExportRef(iteration=manifest.iteration, weights_digest=committed, files=tuple(files))
-        record_export(self._store, manifest.run_id, export)
+        with self._files_kept(folder, export.files, began_at):
+            record_export(self._store, manifest.run_id, export)
         shutil.rmtree(folder)
         return export
 
@@ -287,11 +311,27 @@ class Fleet:
             weights_digest=published.weights_digest,
             files=tuple(file for files in replies.values() for file in files),
         )
-        record_checkpoint(self._store, self._run.run_id, checkpoint)
+        folder = self._leg_dir / f"checkpoint-{iteration}"
+        with self._files_kept(folder, checkpoint.files, began_at):
+            record_checkpoint(self._store, self._run.run_id, checkpoint)
         self.checkpoint_s = time.monotonic() - began_at
-        shutil.rmtree(self._leg_dir / f"checkpoint-{iteration}")
+        shutil.rmtree(folder)
         self.retire_checkpoints()
         return checkpoint
+
+    @contextlib.contextmanager
+    def _files_kept(self, folder: Path, files: Sequence[CheckpointFile], began_at: float) -> Iterator[None]:
+        """Keep stored files from garbage collection while the block creates the record that names them.
+
+        As with rollouts (`store/write_behind.py`): missing files are put again before and after, and files that may be old,
+        because storing them took a quarter of the grace period, are made young. `began_at` is the monotonic time before
+        the first was stored.
+        """
+        put_missing_files(self._store, folder, files)
+        if time.monotonic() - began_at > self._config.store.grace_minutes * 60 / 4:
+            touch_files(self._store, files)
+        yield
+        put_missing_files(self._store, folder, files)
 
     def _start_roles(self, deadline_s: float) -> None:
         """Start all roles. With `training.offload`, engines start and sleep before the trainer takes device memory."""

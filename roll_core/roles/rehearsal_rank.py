@@ -23,10 +23,8 @@ class RehearsalRank(TrainerRank):
         self._learner = RehearsalLearner(self._config)
         freeze_garbage_collector()
 
-    def restore(self, checkpoint: CheckpointRef, first_checkpoint: CheckpointRef) -> None:
-        """Load a checkpoint."""
-        del first_checkpoint
-        self._load_checkpoint(checkpoint, self._learner.load)
+    def load_reference(self, checkpoint: CheckpointRef) -> None:
+        """Load nothing: the weights of a rehearsal depend on what was trained on alone."""
 
     def put_in_object_store(self, version: int) -> RayWeights | None:
         """Return weights without buckets, under this version number and the state's digest; rank 0 only."""

@@ -111,7 +111,8 @@ class SchedulerRole:
         self._engines = {engine.name: engine for engine in engines}
         self._graders = {grader.name: grader for grader in graders}
         store = ObjectStore(run.store_uri, config.store.retry_seconds)
-        self._spool = WriteBehind(store, scratch / "spool", config.store.spool_megabytes * 10**6)
+        fresh_seconds = config.store.grace_minutes * 60 / 4
+        self._spool = WriteBehind(store, scratch / "spool", config.store.spool_megabytes * 10**6, fresh_seconds)
         self._journal = Journal(store, run.run_id, config.store.unfinished_seconds)
         self._heartbeat_task: asyncio.Task[None] | None = None
         """Pings engines and reward workers in the background; None until weights were first published."""
@@ -220,8 +221,13 @@ class SchedulerRole:
         self._scheduler.add_workers(engines, graders)
 
     async def on_committed(self, next_problem: int) -> None:
-        """Drop the journal of the problems before `next_problem`: they are committed and will not be collected again."""
-        await asyncio.to_thread(self._journal.forget_before, next_problem)
+        """Drop the journal of the problems before `next_problem`: they are committed and will not be collected again. Look
+        once more for the committed artifacts in the store. A failure is logged: no later stage depends on this."""
+        try:
+            await asyncio.to_thread(self._spool.on_committed)
+            await asyncio.to_thread(self._journal.forget_before, next_problem)
+        except (RollError, OSError) as error:
+            log.warning("after the commit: %s", error)
 
     async def evaluate(self, weights_version: int) -> Evaluated:
         """Generate greedily on held-out problems; return the accuracy, in which a failed grade counts as wrong. All tokens

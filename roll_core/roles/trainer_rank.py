@@ -7,8 +7,7 @@ id returns the first result.
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
@@ -16,11 +15,11 @@ import ray
 from roll_core.config.algorithm.methods import Distillation
 from roll_core.config.run import RunConfig
 from roll_core.data.ledger import resolve_draws
-from roll_core.errors import RollError
+from roll_core.errors import ArtifactDamaged, RollError
 from roll_core.host import ANY_ADDRESS, free_port
 from roll_core.roles.process import freeze_garbage_collector, names_device
 from roll_core.roles.ray_weights import RayWeights
-from roll_core.store.object_store import ObjectStore
+from roll_core.store.object_store import ObjectStore, object_name
 from roll_core.store.records.checkpoints import checkpoints_of, download_files, upload_files
 from roll_core.store.records.rollouts import decode_trajectories
 from roll_core.store.records.runs import read_chain
@@ -105,13 +104,27 @@ class TrainerRank:
         """Run supervised steps on demonstrations, before the first iteration; return their loss."""
         return self._idempotent(request_id, self._warm_start)
 
-    def restore(self, checkpoint: CheckpointRef, first_checkpoint: CheckpointRef) -> None:
-        """Load a checkpoint. The reference policy, if the algorithm needs one, is that of the run's first checkpoint."""
+    def fetch(self, checkpoint: CheckpointRef) -> None:
+        """Download a checkpoint into a folder of this rank, from which `restore` loads it, and verify every file. Folders of
+        earlier fetches are deleted."""
+        for left in self._scratch.glob(f"restore-*-rank-{self._rank}"):
+            shutil.rmtree(left)
+        download_files(self._store, checkpoint, self._restore_folder(checkpoint))
+        for file in checkpoint.files:
+            if PurePosixPath(file.name).name == ".metadata":
+                self._check_metadata(file, self._restore_folder(checkpoint))
+
+    def restore(self, checkpoint: CheckpointRef) -> None:
+        """Load a fetched checkpoint, and delete what was fetched."""
+        self._learner.load(self._restore_folder(checkpoint))
+        shutil.rmtree(self._restore_folder(checkpoint))
+
+    def load_reference(self, checkpoint: CheckpointRef) -> None:
+        """Load the policy of a fetched checkpoint as the frozen reference, and delete what was fetched."""
         from roll_core.training.base import Policy
 
-        if self._learner.needs_reference:
-            self._load_checkpoint(first_checkpoint, partial(self._learner.load_frozen, Policy.REFERENCE))
-        self._load_checkpoint(checkpoint, self._learner.load)
+        self._learner.load_frozen(Policy.REFERENCE, self._restore_folder(checkpoint))
+        shutil.rmtree(self._restore_folder(checkpoint))
 
     def prepare(self, collected: Collected, trajectories: list[Trajectory] | None) -> Prepared:
         """Compute the signals that the algorithm needs (logprobs, values), advantages and packing of a batch. Keep this
@@ -360,14 +373,21 @@ class TrainerRank:
                 if teacher.kind == "run":
                     assert teacher.iteration is not None, "teachers are pinned when a run is opened"
                     checkpoint = find_checkpoint(self._store, teacher.run_id, teacher.iteration)
-                    self._load_checkpoint(checkpoint, partial(self._learner.load_frozen, teacher_name(number)))
+                    self.fetch(checkpoint)
+                    self._learner.load_frozen(teacher_name(number), self._restore_folder(checkpoint))
+                    shutil.rmtree(self._restore_folder(checkpoint))
 
-    def _load_checkpoint(self, checkpoint: CheckpointRef, load: Callable[[Path], None]) -> None:
-        """Download a checkpoint to a scratch folder and call `load` with the folder."""
-        folder = self._scratch / f"restore-{checkpoint.iteration}-rank-{self._rank}"
-        download_files(self._store, checkpoint, folder)
-        load(folder)
-        shutil.rmtree(folder)
+    def _check_metadata(self, file: CheckpointFile, folder: Path) -> None:
+        """Raise ArtifactDamaged, before all ranks load together, if metadata of a checkpoint is not what torch writes."""
+        from roll_core.training.checkpoint_reader import read_metadata
+
+        try:
+            read_metadata(folder / file.name)
+        except ArtifactDamaged as error:
+            raise ArtifactDamaged(f"store: {object_name(file.artifact)} in {self._store.uri}: {error}") from None
+
+    def _restore_folder(self, checkpoint: CheckpointRef) -> Path:
+        return self._scratch / f"restore-{checkpoint.iteration}-rank-{self._rank}"
 
 
 def find_checkpoint(store: ObjectStore, run_id: str, iteration: int) -> CheckpointRef:

@@ -73,9 +73,19 @@ class ObjectStore:
         """Read the bytes that a ref names, verified. Raises ArtifactDamaged if they are damaged or missing."""
         return b"".join(self._verified_parts(ref))
 
+    def exists(self, ref: ArtifactRef) -> bool:
+        """True if an artifact is in the store. Its bytes are not read."""
+        return self._medium.exists(object_name(ref))
+
     def touch(self, ref: ArtifactRef) -> None:
-        """Restart an artifact's age, which garbage collection goes by: read it, verify it and write it again."""
-        self.put(self.get(ref), ref.kind)
+        """Restart an artifact's age, which garbage collection goes by, without transferring its bytes.
+
+        Raises ArtifactDamaged if the artifact is missing.
+        """
+        try:
+            self._medium.touch(object_name(ref), ref.size)
+        except FileNotFoundError:
+            raise self._missing(ref) from None
 
     def get_file(self, ref: ArtifactRef, path: Path) -> None:
         """Write the bytes that a ref names to a file. The file appears only once all bytes are verified."""
@@ -92,6 +102,10 @@ class ObjectStore:
         """Create an object that must not exist yet. One of several writers succeeds, the others get AlreadyExists."""
         self._medium.create(name, data)
 
+    def replace(self, name: str, data: bytes) -> None:
+        """Write an object by its name, atomically, whether it exists or not."""
+        self._medium.write(name, iter([data]), len(data))
+
     def read(self, name: str) -> bytes:
         """Read an object by its name, unverified. Raises FileNotFoundError if it does not exist."""
         return self._medium.read(name)
@@ -107,6 +121,10 @@ class ObjectStore:
     def delete(self, name: str) -> None:
         """Delete an object. Idempotent: a missing object is not an error."""
         self._medium.delete(name)
+
+    def delete_unmodified(self, listed: ListedObject) -> bool:
+        """Delete an object unless it was written again since it was listed; returns whether it was deleted."""
+        return self._medium.delete_unmodified(listed)
 
     def remove_unfinished(self, older_than_seconds: float) -> int:
         """Remove partial writes of that age, left by killed writers and invisible to readers; returns their number."""
@@ -144,9 +162,12 @@ class ObjectStore:
                 size += len(part)
                 yield part
         except FileNotFoundError:
-            raise ArtifactDamaged(f"store: {ref.kind} {name} is missing from {self.uri}") from None
+            raise self._missing(ref) from None
         if digest.hexdigest() != ref.digest:
             raise ArtifactDamaged(f"store: {ref.kind} {name} in {self.uri} is damaged: {size} bytes, expected {ref.size}")
+
+    def _missing(self, ref: ArtifactRef) -> ArtifactDamaged:
+        return ArtifactDamaged(f"store: {ref.kind} {object_name(ref)} is missing from {self.uri}")
 
 
 def object_name(ref: ArtifactRef) -> str:

@@ -6,7 +6,9 @@ Receipts and manifests consist of these references. A reference holds no bytes i
 import hashlib
 from enum import StrEnum
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+
+from roll_core.types.names import RelativeName, RunId
 
 
 class Record(BaseModel):
@@ -51,7 +53,7 @@ class ArtifactRef(Record):
     """
 
     kind: ArtifactKind
-    digest: str
+    digest: str = Field(pattern="^[0-9a-f]{64}$")
     size: int
     """Size in bytes."""
 
@@ -62,7 +64,7 @@ class CheckpointFile(Record):
     Example: CheckpointFile(name="__0_0.distcp", artifact=ArtifactRef(...))
     """
 
-    name: str
+    name: RelativeName
     artifact: ArtifactRef
 
 
@@ -153,7 +155,7 @@ class RunRef(Record):
     Example: RunRef(run_id="quickstart-3", store_uri="file:///home/ada/roll-data", config_digest="1b4f0e98...")
     """
 
-    run_id: str
+    run_id: RunId
     store_uri: str
     config_digest: str
     retry_seconds: float = 300.0

@@ -1,13 +1,19 @@
 """Damage to any stored object is harmless or raises an error that names the object. Small version of `benchmarks.damage`."""
 
+import os
+import pickle
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from benchmarks import damage
 from benchmarks.damage import Damage, Outcome
-from roll_core.store.object_store import ObjectStore
+from roll_core.errors import ArtifactDamaged
+from roll_core.roles.trainer_rank import TrainerRank
+from roll_core.store.object_store import ObjectStore, object_name
+from roll_core.types.refs import ArtifactKind, CheckpointFile
 
 
 @pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.exhaustive)])
@@ -59,3 +65,26 @@ def test_damage_changes_bytes(kind):
     for seed in range(100):
         changed = damage.damaged_bytes(originals, kind, random.Random(seed))
         assert all(changed[name] != data for name, data in originals.items())
+
+
+class RunsCode:
+    """Object whose pickle calls os.mkdir when it is read."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self._path),)
+
+
+def test_a_checkpoint_whose_metadata_is_a_malicious_pickle_is_refused_by_name(store, tmp_path):
+    """The forger may write to the store, so digest and seal of the forged checkpoint are right."""
+    stored = damage.write_runs(store, tmp_path, num_runs=1, num_iterations=0, large_file=1000)
+    (run,) = stored.runs
+    forged = store.put(pickle.dumps(RunsCode(tmp_path / "ran")), ArtifactKind.CHECKPOINT_FILE)
+    (checkpoint,) = stored.checkpoints[run.run_id]
+    files = (*checkpoint.files[:-1], CheckpointFile(name="critic/.metadata", artifact=forged))
+    rank = TrainerRank(stored.configs[run.run_id], run, tmp_path, rank=0, num_ranks=1)
+    with pytest.raises(ArtifactDamaged, match=f"{object_name(forged)} .* it names posix.mkdir"):
+        rank.fetch(checkpoint.model_copy(update={"files": files}))
+    assert not (tmp_path / "ran").exists()

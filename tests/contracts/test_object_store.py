@@ -203,16 +203,35 @@ def ages(store: ObjectStore) -> dict[str, float]:
     return {found.name: found.age_seconds for found in store.list_below("objects")}
 
 
-def test_putting_an_object_again_restarts_its_age(store):
-    put_once, put_again = store.put(b"once", KIND), store.put(b"again", KIND)
-    assert all(0.0 <= age < 600.0 for age in ages(store).values())
+def wait_until_older(store: ObjectStore, seconds: float) -> None:
+    """Wait until every object is so old. Some servers have timestamps of whole seconds."""
     deadline = time.monotonic() + 60
-    while min(ages(store).values()) < 2.0:  # some servers have timestamps of whole seconds
+    while min(ages(store).values()) < seconds:
         assert time.monotonic() < deadline, "nothing grows older"
         time.sleep(0.1)
+
+
+def test_putting_or_touching_an_object_restarts_its_age_and_a_delete_leaves_it_then(store):
+    once, again, touched = (store.put(data, KIND) for data in (b"once", b"again", b"touched"))
+    assert all(0.0 <= age < 600.0 for age in ages(store).values())
+    wait_until_older(store, 2.0)
+    listed = {found.name: found for found in store.list_below("objects")}
     store.put(b"again", KIND)
+    store.touch(touched)
     now = ages(store)
-    assert now[object_name(put_again)] < now[object_name(put_once)]
+    assert max(now[object_name(again)], now[object_name(touched)]) < now[object_name(once)]
+    deleted = [store.delete_unmodified(listed[object_name(ref)]) for ref in (once, again, touched, once)]
+    assert deleted == [True, False, False, False]
+    assert [store.exists(ref) for ref in (once, again, touched)] == [False, True, True]
+    assert (store.get(again), store.get(touched)) == (b"again", b"touched")
+    with pytest.raises(ArtifactDamaged, match="is missing"):
+        store.touch(once)
+
+
+def test_an_object_by_name_can_be_replaced(store):
+    store.create("runs/a/weights/0.json", b"old")
+    store.replace("runs/a/weights/0.json", b"new")
+    assert store.read("runs/a/weights/0.json") == b"new"
 
 
 def test_a_long_listing_is_complete(store):

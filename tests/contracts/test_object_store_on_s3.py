@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from roll_core.errors import ArtifactDamaged, StoreRefused, StoreUnavailable, UserError
+from roll_core.store.media import s3
 from roll_core.store.media.medium import PART_SIZE
 from roll_core.store.object_store import AlreadyExists, ObjectStore
 from roll_core.types.refs import ArtifactKind
@@ -380,3 +381,14 @@ def test_a_corrupted_object_is_reported_as_damage(store, proxy):
     store.create(f"objects/{ref.digest[:2]}/{ref.digest[2:]}", b"jello")
     with pytest.raises(ArtifactDamaged, match="is damaged: 5 bytes, expected 5"):
         store.get(ref)
+
+
+def test_an_object_too_large_for_one_copy_is_touched_in_parts(s3_server, monkeypatch):
+    """S3 copies at most 5 GiB in one request; here the limit is smaller."""
+    store = ObjectStore(s3_server.new_store_uri(), retry_seconds=60)
+    ref = store.put(os.urandom(6 * 2**20), ArtifactKind.CHECKPOINT_FILE)
+    before = next(store.list_below("objects"))
+    monkeypatch.setattr(s3, "LARGEST_COPY", 2**20)
+    store.touch(ref)
+    store.get(ref)
+    assert next(store.list_below("objects")).written_at >= before.written_at

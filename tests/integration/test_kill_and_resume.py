@@ -6,14 +6,17 @@ Kills of roles: engines, reward workers and the scheduler in `test_async.py`, th
 """
 
 import os
+import shutil
 import signal
 
 import pytest
 from mlflow import MlflowClient
 
 from roll_core.rollout.journal import Journal
+from roll_core.store.records.runs import read_config
 from roll_core.store.records.traces import decode_trace
 from roll_core.types.leg import LegEnding
+from tasks.services import SPOOL, run_dir
 from tests.chaos.outcomes import differences
 from tests.integration.conftest import MLFLOW_DATABASE, REHEARSED, TRACKED, Workspace, settings
 from tests.support import patience, wait_until
@@ -69,7 +72,8 @@ def test_a_run_whose_leg_and_ray_are_killed_and_that_is_stopped_and_resumed_ends
 
 
 def test_a_run_whose_uncommitted_rollouts_became_garbage_generates_them_again(workspace):
-    """A trainer that dies in an update leaves rollouts that no manifest names, and a cached result that names them."""
+    """A trainer that dies in an update leaves rollouts that no manifest names, and a cached result that names them. They are
+    in the spool, too, which is deleted here as if the next leg had another disk."""
     run = workspace.open(*REHEARSED, "iterations=8", "checkpoint.every=9", "training.seconds_per_token=0.005")
     with workspace.when_committed(3, lambda: workspace.kill("trainer rank 0")):
         killed = workspace.run_leg(run)
@@ -79,6 +83,7 @@ def test_a_run_whose_uncommitted_rollouts_became_garbage_generates_them_again(wo
     assert 3 <= before[-1].iteration < 8
 
     assert "removed" in workspace.printed("gc", "--older-than", "0")
+    shutil.rmtree(run_dir(run, read_config(run)) / SPOOL)
     stopped = workspace.run_leg(run, leg=2)
     assert stopped.ending is LegEnding.FAILED
     assert "is missing" in stopped.cause

@@ -1,8 +1,13 @@
 """Garbage collection: old objects that no record reaches are removed, and nothing is removed if a record is unreadable."""
 
+import errno
+import os
+
 import pytest
 
+from flows.cli import main as roll
 from roll_core.errors import ArtifactDamaged, UserError
+from roll_core.store.media import folder
 from roll_core.store.object_store import object_name
 from roll_core.store.records.checkpoints import checkpoint_record_name
 from roll_core.store.upkeep.garbage import find_garbage, longest_grace_minutes, remove
@@ -102,3 +107,44 @@ def test_the_longest_grace_period_of_all_runs_counts(runs, tmp_path):
     assert longest_grace_minutes(runs.store) == 60.0
     runs.open(name="slow", store={"uri": str(tmp_path / "store"), "grace_minutes": 600})
     assert longest_grace_minutes(runs.store) == 600.0
+
+
+def test_an_object_that_is_put_again_after_it_was_listed_stays(runs):
+    """A live leg puts its rollouts again before the commit that names them, while a collection is under way."""
+    ref = runs.store.put(b"rollouts of a long iteration", ArtifactKind.TRAJECTORIES)
+    runs.make_all_old()
+    listed = list(find_garbage(runs.store, HOUR))
+    assert [stored.name for stored in listed] == [object_name(ref)]
+    runs.store.put(b"rollouts of a long iteration", ArtifactKind.TRAJECTORIES)
+    assert list(remove(runs.store, listed)) == []
+    assert runs.store.get(ref) == b"rollouts of a long iteration"
+
+
+def test_a_dry_run_works_on_a_store_that_cannot_be_written_to(runs, monkeypatch, capsys):
+    runs.store.put(b"12345", ArtifactKind.TRAJECTORIES)
+    runs.make_all_old()
+
+    def read_only(*_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(folder, "_partial_file", read_only)
+    assert roll(["gc", "--dry-run", "--store", runs.store.uri]) == 0
+    assert "1 objects, 0.0 MB, that no run names and that are 60 minutes old: would be removed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("minutes", ["-5", "nan", "inf", "soon"])
+def test_an_age_that_is_not_a_number_of_minutes_is_refused_in_one_sentence(runs, minutes, capsys):
+    with pytest.raises(SystemExit) as exited:
+        roll(["gc", f"--older-than={minutes}", "--store", runs.store.uri])
+    assert exited.value.code == 2
+    assert f"--older-than: '{minutes}' is not a number of minutes" in capsys.readouterr().err
+
+
+def test_a_store_with_nothing_but_a_stray_in_runs_is_refused_instead_of_emptied(tmp_path):
+    runs = StoredRuns(tmp_path)
+    runs.store.put(b"x", ArtifactKind.TRAJECTORIES)
+    (tmp_path / "store/runs").mkdir()
+    (tmp_path / "store/runs/README").write_text("our runs")
+    runs.make_all_old()
+    with pytest.raises(UserError, match="there is no run in"):
+        collect_garbage(runs)

@@ -8,17 +8,20 @@ from roll_core.config.operations.services import CheckpointConfig
 from roll_core.config.run import ForkedFrom
 from roll_core.errors import ArtifactDamaged, UserError
 from roll_core.planning.preflight import check_origins
+from roll_core.roles import fleet as fleet_module
 from roll_core.roles.fleet import Fleet
-from roll_core.store.object_store import object_name
+from roll_core.store.object_store import ObjectStore, object_name
 from roll_core.store.records.checkpoints import (
+    OwnedCheckpoint,
     checkpoint_iterations,
     checkpoint_record_name,
     checkpoints_of,
+    mark_damaged,
     read_checkpoints,
     record_checkpoint,
     tombstone_name,
 )
-from roll_core.store.records.forks import check_origin_exists
+from roll_core.store.records.forks import checkpoints_from_origin
 from roll_core.store.records.runs import find_run, read_chain
 from roll_core.store.upkeep import retention
 from roll_core.store.upkeep.retention import CheckpointKey, checkpoints_to_retire, referenced_checkpoints, retire
@@ -263,10 +266,46 @@ def test_a_fork_whose_origin_was_deleted_stops_with_a_sentence(parent):
     """The origin was deleted by hand. The first checkpoint of the parent is there, and the fork must not resume from it."""
     child = parent.open(name="child", forked_from={"run_id": "tiny-1", "iteration": 4})
     chain, origin = read_chain(parent.store, child), ForkedFrom(run_id="tiny-1", iteration=4)
-    check_origin_exists(parent.store, chain, origin)
+    checkpoints_from_origin(parent.store, chain, origin)
     parent.store.delete(checkpoint_record_name("tiny-1", read_checkpoints(parent.store, "tiny-1")[2]))
     with pytest.raises(ArtifactDamaged, match="forked_from.iteration: the checkpoint of tiny-1@4 is no longer in"):
-        check_origin_exists(parent.store, chain, origin)
+        checkpoints_from_origin(parent.store, chain, origin)
     parent.commit(child, 5)
     parent.checkpoint(child, 5)
-    check_origin_exists(parent.store, read_chain(parent.store, child), origin)
+    resumed = checkpoints_from_origin(parent.store, read_chain(parent.store, child), origin)
+    assert [(each.run_id, each.checkpoint.iteration) for each in resumed] == [(child, 5)]
+
+
+def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(parent):
+    """Without the marker, 8 would be the one checkpoint that stays beside the first, and 6, the last good one, would go."""
+    newest = read_checkpoints(parent.store, "tiny-1")[-1]
+    mark_damaged(parent.store, OwnedCheckpoint("tiny-1", newest), "its bytes are wrong")
+    assert [each.iteration for each in retire(parent.store, "tiny-1", LAST, HOUR)] == [2, 4, 8]
+    assert iterations_left(parent) == [0, 6]
+    assert list(parent.store.list("runs/tiny-1/damaged")) == []
+
+
+def test_any_exception_in_retention_is_logged_and_ends_no_run(parent, tmp_path, caplog, monkeypatch):
+    def fail(*_):
+        raise ValueError("time data '.DS_Store' does not match")
+
+    monkeypatch.setattr(fleet_module, "retire", fail)
+    keeping = tiny_config(tmp_path, checkpoint={"every": 1, "keep_last": 1})
+    Fleet(find_run(parent.store, "tiny-1"), keeping, tmp_path).retire_checkpoints()
+    assert "could not be retired: ValueError: time data" in caplog.text
+
+
+def test_an_object_that_is_put_again_after_retention_listed_it_stays(parent, monkeypatch):
+    """Two runs of one config and seed share checkpoint files: the other run stores the same bytes, and names them soon."""
+    retired = read_checkpoints(parent.store, "tiny-1")[1].files[0].artifact
+    data, delete_unmodified = parent.store.get(retired), ObjectStore.delete_unmodified
+
+    def put_again_then_delete(store, listed):
+        if listed.name == object_name(retired):
+            parent.store.put(data, retired.kind)
+        return delete_unmodified(store, listed)
+
+    monkeypatch.setattr(ObjectStore, "delete_unmodified", put_again_then_delete)
+    retire(parent.store, "tiny-1", LAST, HOUR)
+    assert iterations_left(parent) == [0, 8]
+    assert parent.store.get(retired) == data

@@ -6,6 +6,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from roll_core.config.base import Section
 from roll_core.config.model import ModelConfig
+from roll_core.types.names import RunId
 
 TeacherWeight = Annotated[
     PositiveFloat,
@@ -29,7 +30,7 @@ class RunTeacher(Section):
     """The policy another run of the same model ended with."""
 
     kind: Literal["run"] = "run"
-    run_id: str
+    run_id: RunId
     """A run in the same store, for example quickstart-1."""
     iteration: NonNegativeInt | None = None
     """Which of its checkpoints teaches; null takes the last one there is when this run is opened."""

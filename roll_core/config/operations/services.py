@@ -23,7 +23,7 @@ class StoreConfig(Section):
     repeated with backoff; then the leg fails, and the run can be resumed."""
     grace_minutes: NonNegativeFloat = GRACE_MINUTES
     """Grace period, in minutes: younger objects are neither retired nor garbage-collected, because a running leg may not
-    have named them in a manifest yet. Must be longer than an iteration and than storing a checkpoint."""
+    have named them in a manifest yet. An iteration may last longer: what it stored is made young again before its commit."""
     spool_megabytes: PositiveInt = 4096
     """Most rollouts in work_dir that wait for upload to the store, in MB. When the spool is full, collecting waits."""
     unfinished_seconds: NonNegativeFloat = 5.0

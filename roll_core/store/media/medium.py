@@ -24,12 +24,17 @@ class AlreadyExists(Exception):
 
 
 class ListedObject(NamedTuple):
-    """Object in a listing. Example: ListedObject("objects/9f/86d081...", size=18433, age_seconds=42.0)"""
+    """Object in a listing.
+
+    Example: ListedObject("objects/9f/86d081...", size=18433, age_seconds=42.0, written_at=1794300000.0)
+    """
 
     name: str
     size: int
     age_seconds: float
     """Seconds since the last write, by the medium's own clock, because the clocks of writers and readers may differ."""
+    written_at: float
+    """Time of the last write by the medium's own clock, in seconds. It tells one write of a name from the next."""
 
 
 class Medium(Protocol):
@@ -46,6 +51,12 @@ class Medium(Protocol):
 
     def read(self, name: str) -> bytes: ...
 
+    def exists(self, name: str) -> bool:
+        """True if there is an object of this name."""
+
+    def touch(self, name: str, size: int) -> None:
+        """Restart the age of an object of `size` bytes without transferring it."""
+
     def read_parts(self, name: str, expected_size: int) -> Iterator[bytes]:
         """Yield all bytes of an object in order. `expected_size`, in bytes, only decides how they are fetched."""
 
@@ -57,6 +68,13 @@ class Medium(Protocol):
 
     def delete(self, name: str) -> None:
         """Delete an object. Idempotent, so that a delete can be repeated: a missing object is not an error."""
+
+    def delete_unmodified(self, listed: ListedObject) -> bool:
+        """Delete an object unless it was written again since it was listed; returns whether it was deleted.
+
+        The time of the last write is read directly before the delete. A write between the two requests is lost: S3 can
+        delete on condition of an ETag only, and equal bytes have equal ETags.
+        """
 
     def remove_unfinished(self, older_than_seconds: float) -> int:
         """Remove partial writes older than this that interrupted writers left behind; returns their number."""

@@ -31,6 +31,13 @@ class MemoryMedium:
             raise FileNotFoundError(name)
         return self._objects[name][0]
 
+    def exists(self, name: str) -> bool:
+        return name in self._objects
+
+    def touch(self, name: str, size: int) -> None:  # noqa: ARG002
+        with _LOCK:
+            self._objects[name] = self.read(name), time.monotonic()
+
     def read_parts(self, name: str, expected_size: int) -> Iterator[bytes]:  # noqa: ARG002
         yield self.read(name)
 
@@ -41,10 +48,18 @@ class MemoryMedium:
     def list_below(self, folder: str) -> Iterator[ListedObject]:
         for name, (data, written_at) in list(self._objects.items()):
             if name.startswith(f"{folder}/"):
-                yield ListedObject(name, len(data), time.monotonic() - written_at)
+                yield ListedObject(name, len(data), time.monotonic() - written_at, written_at)
 
     def delete(self, name: str) -> None:
         self._objects.pop(name, None)
+
+    def delete_unmodified(self, listed: ListedObject) -> bool:
+        with _LOCK:
+            data_and_time = self._objects.get(listed.name)
+            if data_and_time is None or data_and_time[1] != listed.written_at:
+                return False
+            del self._objects[listed.name]
+            return True
 
     def remove_unfinished(self, older_than_seconds: float) -> int:  # noqa: ARG002
         return 0

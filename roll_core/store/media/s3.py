@@ -48,6 +48,8 @@ NO_RESPONSE = (
     *(aiohttp.ClientError, ConnectionError, TimeoutError),
 )
 """Exceptions for a request that got no response, or half of one."""
+LARGEST_COPY = 5 * 2**30
+"""Bytes of the largest object that S3 copies in one request."""
 WRITER = "roll-writer"
 """Metadata key of an object: the id of the write that created it."""
 
@@ -104,6 +106,23 @@ class S3Medium:
     def read(self, name: str) -> bytes:
         return self._request(lambda fs: fs._cat_file(self._path(name), max_concurrency=1))
 
+    def exists(self, name: str) -> bool:
+        try:
+            self._head(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def touch(self, name: str, size: int) -> None:
+        """Restart the age by copying the object onto itself within the server. Above 5 GiB, S3 copies only in parts."""
+        if size > LARGEST_COPY:
+            self._request(lambda fs: fs._copy_managed(self._path(name), self._path(name), size=size), self._retry_seconds)
+            return
+        target, new = self._target(name), {"Metadata": {WRITER: uuid.uuid4().hex}, "MetadataDirective": "REPLACE"}
+        self._request(
+            lambda fs: fs._call_s3("copy_object", CopySource=target, **target, **new), attempt_seconds=self._retry_seconds
+        )
+
     def read_parts(self, name: str, expected_size: int) -> Iterator[bytes]:
         if expected_size <= PART_SIZE:
             yield self.read(name)
@@ -117,7 +136,7 @@ class S3Medium:
             found = self._request(lambda fs: fs._ls(path, refresh=True))
         except FileNotFoundError:
             return []
-        names = (entry.removeprefix(f"{path}/").rstrip("/") for entry in found)
+        names = (entry.removeprefix(f"{path}/").rstrip("/") for entry in found if entry != path)
         return [name for name in names if name]  # some servers list an emptied folder as its own content
 
     def list_below(self, folder: str) -> Iterator[ListedObject]:
@@ -128,13 +147,24 @@ class S3Medium:
             now = _response_time(response)
             for entry in response.get("Contents", []):
                 age_seconds = (now - entry["LastModified"]).total_seconds()
-                yield ListedObject(entry["Key"][root:], entry["Size"], max(0.0, age_seconds))
+                written_at = entry["LastModified"].timestamp()
+                yield ListedObject(entry["Key"][root:], entry["Size"], max(0.0, age_seconds), written_at)
             if not response.get("IsTruncated"):
                 return
             page["ContinuationToken"] = response["NextContinuationToken"]
 
     def delete(self, name: str) -> None:
         self._request(lambda fs: fs._call_s3("delete_object", **self._target(name)), right=Right.DELETE)
+
+    def delete_unmodified(self, listed: ListedObject) -> bool:
+        try:
+            last_modified = self._head(listed.name)["LastModified"].timestamp()
+        except FileNotFoundError:
+            return False
+        if int(last_modified) != int(listed.written_at):  # a HEAD has whole seconds, a listing may have fractions
+            return False
+        self.delete(listed.name)
+        return True
 
     def remove_unfinished(self, older_than_seconds: float) -> int:
         uploads = self._request(lambda fs: fs._list_multipart_uploads(self._bucket), right=Right.DELETE)

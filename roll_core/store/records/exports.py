@@ -8,8 +8,9 @@ As with checkpoints, a record counts only if its weights digest is that of the c
 from roll_core.errors import UserError
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.checkpoints import checkpoints_of
+from roll_core.store.records.listing import ITERATION_AND_DIGEST, list_matching
 from roll_core.store.records.runs import read_chain, read_config, store_of
-from roll_core.store.records.sealed import create_record, read_record
+from roll_core.store.records.sealed import create_record, read_record, read_records
 from roll_core.types.manifest import Manifest
 from roll_core.types.refs import ExportRef, RunRef
 
@@ -55,7 +56,8 @@ def manifest_to_export(store: ObjectStore, run_id: str, iteration: int | None) -
 def read_exports(store: ObjectStore, run_id: str) -> list[ExportRef]:
     """Read all export records of a run, sorted by iteration."""
     folder = f"runs/{run_id}/exports"
-    return [read_record(store, f"{folder}/{name}", ExportRef) for name in store.list(folder)]
+    names = [f"{folder}/{name}" for name in list_matching(store, folder, ITERATION_AND_DIGEST)]
+    return [export for export in read_records(store, names, ExportRef) if export is not None]
 
 
 def _record_name(run_id: str, iteration: int, weights_digest: str) -> str:

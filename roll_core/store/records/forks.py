@@ -6,7 +6,7 @@ from roll_core.config.load import override_config
 from roll_core.config.run import ForkedFrom, RunConfig, flat_config
 from roll_core.errors import ArtifactDamaged
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.records.checkpoints import checkpoints_to_resume
+from roll_core.store.records.checkpoints import OwnedCheckpoint, checkpoints_to_resume
 from roll_core.store.records.runs import find_run, read_config
 from roll_core.types.manifest import Manifest
 from roll_core.types.refs import Record
@@ -31,17 +31,24 @@ def forked_config(store: ObjectStore, run_id: str, iteration: int, overrides: Se
     return override_config(forked, overrides, f"a fork of {run_id}")
 
 
-def check_origin_exists(store: ObjectStore, chain: Sequence[Manifest], origin: ForkedFrom | None) -> None:
-    """Raise ArtifactDamaged if a fork would resume from a checkpoint before its origin.
+def checkpoints_from_origin(
+    store: ObjectStore, chain: Sequence[Manifest], origin: ForkedFrom | None
+) -> list[OwnedCheckpoint]:
+    """Checkpoints from which a run can resume, in the order to try them: a fork does not resume from before its origin.
 
-    Replaying the parent's updates from there with the fork's config would give other weights.
+    Replaying the parent's updates from there with the fork's config would give other weights. Raises ArtifactDamaged if
+    there is none.
     """
-    if origin is None or checkpoints_to_resume(store, chain)[-1].iteration >= origin.iteration:
-        return
-    raise ArtifactDamaged(
-        f"forked_from.iteration: the checkpoint of {origin.run_id}@{origin.iteration} is no longer in {store.uri}: "
-        f"fork from another iteration, or restore runs/{origin.run_id}/checkpoints from a copy"
-    )
+    checkpoints = checkpoints_to_resume(store, chain)
+    if origin is None or chain[-1].iteration < origin.iteration:  # a replay of an iteration before the fork
+        return checkpoints
+    later = [each for each in checkpoints if each.checkpoint.iteration >= origin.iteration]
+    if not later:
+        raise ArtifactDamaged(
+            f"forked_from.iteration: the checkpoint of {origin.run_id}@{origin.iteration} is no longer in {store.uri}: "
+            f"fork from another iteration, or restore runs/{origin.run_id}/checkpoints from a copy"
+        )
+    return later
 
 
 def lineage(store: ObjectStore, config: RunConfig) -> list[Ancestor]:

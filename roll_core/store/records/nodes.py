@@ -5,14 +5,14 @@ time are in the name, so that finding the excluded nodes takes only listings.
 """
 
 import uuid
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from urllib.parse import quote, unquote
 
 from roll_core.config.operations.legs import NodesConfig
 from roll_core.store.object_store import ObjectStore
-from roll_core.store.records.sealed import create_sealed, read_record
+from roll_core.store.records.listing import warn_of_strays
+from roll_core.store.records.sealed import create_sealed, read_records
 from roll_core.types.refs import Record, record_json
 
 FOLDER = "nodes"
@@ -54,11 +54,12 @@ def excluded_nodes(store: ObjectStore, policy: NodesConfig, now: datetime) -> tu
 
 def read_failures(store: ObjectStore) -> dict[str, list[NodeFailure]]:
     """Read all recorded failures by node, oldest first."""
-    found: dict[str, list[NodeFailure]] = defaultdict(list)
+    found: dict[str, list[NodeFailure]] = {}
     for folder in store.list(FOLDER):
-        for name, _ in _entries(store, unquote(folder)):
-            found[unquote(folder)].append(read_record(store, name, NodeFailure))
-    return dict(found)
+        names = [name for name, _ in _entries(store, unquote(folder))]
+        if failures := [failure for failure in read_records(store, names, NodeFailure) if failure is not None]:
+            found[unquote(folder)] = failures
+    return found
 
 
 def clear_failures(store: ObjectStore, nodes: Sequence[str]) -> int:
@@ -71,9 +72,20 @@ def clear_failures(store: ObjectStore, nodes: Sequence[str]) -> int:
 
 def _entries(store: ObjectStore, node: str) -> Iterator[tuple[str, datetime]]:
     """Yield the record name and time of each failure of a node, oldest first."""
-    for entry in store.list(_folder(node)):
-        at = datetime.strptime(entry.partition("-")[0], _TIME).replace(tzinfo=UTC)
-        yield f"{_folder(node)}/{entry}", at
+    entries = list(store.list(_folder(node)))
+    warn_of_strays(store.uri, _folder(node), tuple(entry for entry in entries if _time_of(entry) is None))
+    for entry in entries:
+        if (at := _time_of(entry)) is not None:
+            yield f"{_folder(node)}/{entry}", at
+
+
+def _time_of(entry: str) -> datetime | None:
+    """Time in the file name of a failure record; None if the name is not that of one."""
+    stem, _, rest = entry.partition("-")
+    try:
+        return datetime.strptime(stem, _TIME).replace(tzinfo=UTC) if rest.endswith(".json") else None
+    except ValueError:
+        return None
 
 
 def _folder(node: str) -> str:

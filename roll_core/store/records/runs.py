@@ -3,32 +3,36 @@
 No object says which manifest is the newest: readers derive it from a listing.
 """
 
-import json
+import re
 from functools import partial
-from typing import Any
 
 from roll_core.config.load import validate_config
-from roll_core.config.operations.services import RETRY_SECONDS
 from roll_core.config.run import RunConfig
 from roll_core.errors import ArtifactDamaged, IterationTaken, UserError
 from roll_core.store.media.medium import map_in_order
 from roll_core.store.object_store import AlreadyExists, ObjectStore
+from roll_core.store.records.listing import ITERATION, list_matching, warn_of_strays
 from roll_core.store.records.sealed import create_sealed, read_record, read_sealed
+from roll_core.store.records.stored_config import NamedCheckpoint, config_name, parse_config_json, parse_stored_config
 from roll_core.types.manifest import NO_PARENT, Manifest
+from roll_core.types.names import is_run_id
 from roll_core.types.refs import Record, RunRef, digest_of, record_digest, record_json
 
 MANIFESTS_IN_FLIGHT = 16
 """Manifests read at once. One after another, 1,000 of them would take 20 s from a store with 20 ms latency."""
 
+_NUMBERED = re.compile(r".+-(job)?[0-9]+")
+"""Run ids as `open_run` and the scripts of `roll sbatch` make them. Others are given by hand."""
+
 
 def open_run(store: ObjectStore, config: RunConfig) -> RunRef:
     """Open a run NAME-N: claim the next free number N under the config's name by storing the resolved config."""
     config_json = config.model_dump_json(indent=1).encode()
-    number = 1 + max((_run_number(run_id, config.name) for run_id in store.list("runs")), default=0)
+    number = 1 + max((_run_number(run_id, config.name) for run_id in list_runs(store)), default=0)
     while True:
         run_id = f"{config.name}-{number}"
         try:
-            create_sealed(store, _config_name(run_id), config_json)
+            create_sealed(store, config_name(run_id), config_json)
         except AlreadyExists:
             number += 1
             continue
@@ -37,15 +41,38 @@ def open_run(store: ObjectStore, config: RunConfig) -> RunRef:
 
 def open_or_find_run(store: ObjectStore, config: RunConfig, run_id: str) -> RunRef:
     """Open a run under the given name, or find it if it was opened with the same config: repeating a command resumes it."""
+    check_run_id(run_id, "--run")
     config_json = config.model_dump_json(indent=1).encode()
     try:
-        create_sealed(store, _config_name(run_id), config_json)
+        create_sealed(store, config_name(run_id), config_json)
     except AlreadyExists:
         run = find_run(store, run_id)
         if run.config_digest != digest_of(config_json):
             raise UserError(f"--run: {run_id} was opened with another config: give this one another name") from None
         return run
     return _run_ref(store, run_id, config_json)
+
+
+def check_run_id(run_id: str, named_by: str) -> None:
+    """Raise UserError if a text cannot be a run id. `named_by` is the config key or argument that it came from."""
+    if not is_run_id(run_id):
+        raise UserError(
+            f"{named_by}: {run_id[:80]!r} is not a run id: ids have letters, digits, '-', '_' and '.', as quickstart-1"
+        )
+
+
+def list_runs(store: ObjectStore) -> list[str]:
+    """List the ids of the runs in a store, sorted."""
+    is_run = {
+        name: is_run_id(name) and (_NUMBERED.fullmatch(name) or _is_folder(store, name)) for name in store.list("runs")
+    }
+    warn_of_strays(store.uri, "runs", tuple(name for name in is_run if not is_run[name]))
+    return [name for name in is_run if is_run[name]]
+
+
+def _is_folder(store: ObjectStore, name: str) -> bool:
+    """True if there is something below a name in runs/: a run given a name by hand, and not a file such as a README."""
+    return any(True for _ in store.list(f"runs/{name}"))
 
 
 def store_of(run: RunRef) -> ObjectStore:
@@ -55,42 +82,30 @@ def store_of(run: RunRef) -> ObjectStore:
 
 def release_run(store: ObjectStore, run: RunRef) -> None:
     """Undo `open_run` for a run that will not start: delete its config, which frees its name."""
-    store.delete(_config_name(run.run_id))
+    store.delete(config_name(run.run_id))
 
 
 def find_run(store: ObjectStore, run_id: str, named_by: str = "RUN") -> RunRef:
     """Find a run by its name. `named_by` is the config key or argument that named it, for the UserError if there is none."""
+    check_run_id(run_id, named_by)
     try:
-        config_json = read_sealed(store, _config_name(run_id))
+        config_json = read_sealed(store, config_name(run_id))
     except FileNotFoundError:
-        known = ", ".join(list(store.list("runs"))[-8:]) or "none yet"
+        known = ", ".join(list_runs(store)[-8:]) or "none yet"
         raise UserError(f"{named_by}: there is no run '{run_id}' in {store.uri}; runs there: {known}") from None
     return _run_ref(store, run_id, config_json)
 
 
 def read_config(run: RunRef) -> RunConfig:
     """Read the config a run was opened with, checked against the digest in the ref."""
-    name = _config_name(run.run_id)
+    name = config_name(run.run_id)
     try:
         config_json = read_sealed(store_of(run), name)
     except FileNotFoundError:
         raise ArtifactDamaged(f"store: {name} is missing from {run.store_uri}: restore it from a copy") from None
     if digest_of(config_json) != run.config_digest:
         raise ArtifactDamaged(f"store: {name} in {run.store_uri} is not the config this run was opened with")
-    return validate_config(json.loads(config_json), name)
-
-
-def read_raw_config(store: ObjectStore, run_id: str) -> dict[str, Any]:
-    """Read a run's config without validation, so that configs of other versions of roll can be read, too.
-
-    Returns {} for a folder without a config and without manifests: a run that is being opened or was released.
-    """
-    try:
-        return json.loads(read_sealed(store, _config_name(run_id)))
-    except FileNotFoundError:
-        if not list(store.list(f"runs/{run_id}/iterations")):
-            return {}
-        raise ArtifactDamaged(f"store: {_config_name(run_id)} is missing from {store.uri}: restore it from a copy") from None
+    return validate_config(parse_config_json(config_json, f"{name} in {run.store_uri}"), name)
 
 
 def commit(store: ObjectStore, manifest: Manifest) -> None:
@@ -118,14 +133,21 @@ def read_chain(store: ObjectStore, run_id: str) -> list[Manifest]:
     The chain of a fork begins with its parent's manifests, up to the iteration it was forked from. Any manifest that is
     damaged, or missing before the newest, raises ArtifactDamaged: a silently shorter chain would train iterations again.
     """
+    return _read_chain(store, run_id, ())
+
+
+def _read_chain(store: ObjectStore, run_id: str, descendants: tuple[str, ...]) -> list[Manifest]:
+    """Read a chain as `read_chain` does. `descendants` are the forks that led here, to detect a run forked from itself."""
     length = _own_length(store, run_id)
-    chain = _parent_chain(store, run_id)
+    chain = _parent_chain(store, run_id, descendants)
     for manifest in map_in_order(partial(read_manifest, store, run_id), range(len(chain), length), MANIFESTS_IN_FLIGHT):
         name = _manifest_name(run_id, len(chain))
         if manifest is None:
             raise ArtifactDamaged(
                 f"store: {name} is missing from {store.uri}, though later iterations are there: restore it from a copy"
             )
+        if (manifest.run_id, manifest.iteration) != (run_id, len(chain)):
+            raise ArtifactDamaged(f"store: {name} in {store.uri} says that it is another manifest: restore it from a copy")
         if manifest.parent != (record_digest(chain[-1]) if chain else NO_PARENT):
             raise ArtifactDamaged(
                 f"store: {name} in {store.uri} does not continue the iteration before it: restore both from a copy"
@@ -140,31 +162,35 @@ def next_iteration(store: ObjectStore, run_id: str) -> int:
     if length := _own_length(store, run_id):
         return length
     origin = _origin(store, run_id)
-    return 0 if origin is None else origin["iteration"] + 1
+    return 0 if origin is None else origin.iteration + 1
 
 
 def _own_length(store: ObjectStore, run_id: str) -> int:
     """Number after that of the newest manifest that a run, and not its parent, committed; 0 if there is none."""
-    stems = (name.removesuffix(".json") for name in store.list(f"runs/{run_id}/iterations"))
-    return 1 + max((int(stem) for stem in stems if stem.isdigit()), default=-1)
+    names = list_matching(store, f"runs/{run_id}/iterations", ITERATION)
+    return 1 + max((int(name.removesuffix(".json")) for name in names), default=-1)
 
 
-def _origin(store: ObjectStore, run_id: str) -> dict[str, Any] | None:
+def _origin(store: ObjectStore, run_id: str) -> NamedCheckpoint | None:
     """Run and iteration that a run was forked from; None if it is not a fork or has no config."""
     try:
-        return json.loads(read_sealed(store, _config_name(run_id))).get("forked_from")
+        return parse_stored_config(
+            read_sealed(store, config_name(run_id)), f"{config_name(run_id)} in {store.uri}"
+        ).forked_from
     except FileNotFoundError:
         return None
 
 
-def _parent_chain(store: ObjectStore, run_id: str) -> list[Manifest]:
+def _parent_chain(store: ObjectStore, run_id: str, descendants: tuple[str, ...]) -> list[Manifest]:
     """Manifests that a fork inherits from its parent; empty if the run is not a fork or has no config."""
     origin = _origin(store, run_id)
     if origin is None:
         return []
-    inherited = read_chain(store, origin["run_id"])[: origin["iteration"] + 1]
-    if len(inherited) <= origin["iteration"]:
-        origin_name = f"{origin['run_id']}@{origin['iteration']}"
+    if origin.run_id in (run_id, *descendants):
+        raise ArtifactDamaged(f"store: {config_name(run_id)} in {store.uri} makes the run a fork of itself")
+    inherited = _read_chain(store, origin.run_id, (run_id, *descendants))[: origin.iteration + 1]
+    if len(inherited) <= origin.iteration:
+        origin_name = f"{origin.run_id}@{origin.iteration}"
         raise ArtifactDamaged(f"store: {run_id} was forked from {origin_name}, which is no longer whole in {store.uri}")
     return inherited
 
@@ -207,12 +233,8 @@ def summary_of_finished(run: RunRef) -> RunSummary | None:
 
 
 def _run_ref(store: ObjectStore, run_id: str, config_json: bytes) -> RunRef:
-    seconds = json.loads(config_json).get("store", {}).get("retry_seconds", RETRY_SECONDS)
+    seconds = parse_stored_config(config_json, f"{config_name(run_id)} in {store.uri}").store.retry_seconds
     return RunRef(run_id=run_id, store_uri=store.uri, config_digest=digest_of(config_json), retry_seconds=seconds)
-
-
-def _config_name(run_id: str) -> str:
-    return f"runs/{run_id}/config.json"
 
 
 def _manifest_name(run_id: str, iteration: int) -> str:
@@ -221,4 +243,4 @@ def _manifest_name(run_id: str, iteration: int) -> str:
 
 def _run_number(run_id: str, name: str) -> int:
     stem, _, number = run_id.rpartition("-")
-    return int(number) if stem == name and number.isdigit() else 0
+    return int(number) if stem == name and number.isdecimal() else 0

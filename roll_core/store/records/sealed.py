@@ -34,6 +34,11 @@ def create_sealed(store: ObjectStore, name: str, content: bytes) -> None:
     store.create(name, _seal(name, content))
 
 
+def replace_sealed(store: ObjectStore, name: str, content: bytes) -> None:
+    """Seal and write a record, in the place of an earlier one if there is one."""
+    store.replace(name, _seal(name, content))
+
+
 def read_sealed(store: ObjectStore, name: str) -> bytes:
     """Read and verify a sealed record; returns its content as written. Raises FileNotFoundError if it does not exist."""
     data = store.read(name)

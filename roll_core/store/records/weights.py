@@ -10,17 +10,28 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from roll_core.errors import ArtifactDamaged
+from roll_core.store.media.medium import ListedObject
 from roll_core.store.object_store import AlreadyExists, ObjectStore
-from roll_core.store.records.sealed import create_sealed, read_record, read_records
+from roll_core.store.records.listing import ITERATION_AND_DIGEST, warn_of_strays
+from roll_core.store.records.sealed import create_sealed, read_record, read_records, replace_sealed
 from roll_core.types.refs import WeightsRef, record_digest, record_json
 
 
 class RecordedWeights(NamedTuple):
-    """Weights record in the store: its object name and its age by the store's clock."""
+    """Weights record in the store, as it was listed and as it was read."""
 
-    name: str
-    age_seconds: float
+    listed: ListedObject
     weights: WeightsRef
+
+    @property
+    def name(self) -> str:
+        """Name of the record's object."""
+        return self.listed.name
+
+    @property
+    def age_seconds(self) -> float:
+        """Age of the record by the store's clock."""
+        return self.listed.age_seconds
 
 
 def record_weights(store: ObjectStore, weights: WeightsRef) -> None:
@@ -29,8 +40,7 @@ def record_weights(store: ObjectStore, weights: WeightsRef) -> None:
     try:
         create_sealed(store, name, content)
     except AlreadyExists:
-        store.delete(name)
-        create_sealed(store, name, content)
+        replace_sealed(store, name, content)
 
 
 def read_base(store: ObjectStore, weights: WeightsRef) -> WeightsRef:
@@ -44,11 +54,20 @@ def read_base(store: ObjectStore, weights: WeightsRef) -> WeightsRef:
         ) from None
 
 
+def listed_weights(store: ObjectStore, run_id: str) -> list[ListedObject]:
+    """List all weights records of a run."""
+    folder = f"runs/{run_id}/weights"
+    listed = list(store.list_below(folder))
+    names = {stored.name: bool(ITERATION_AND_DIGEST.fullmatch(stored.name.removeprefix(f"{folder}/"))) for stored in listed}
+    warn_of_strays(store.uri, folder, tuple(name for name, is_record in names.items() if not is_record))
+    return [stored for stored in listed if names[stored.name]]
+
+
 def recorded_weights(store: ObjectStore, run_id: str) -> list[RecordedWeights]:
     """Read all weights records of a run, youngest first."""
-    found = sorted(store.list_below(f"runs/{run_id}/weights"), key=lambda stored: stored.age_seconds)
+    found = sorted(listed_weights(store, run_id), key=lambda stored: stored.age_seconds)
     records = read_records(store, [stored.name for stored in found], WeightsRef)
-    return [RecordedWeights(s.name, s.age_seconds, weights) for s, weights in zip(found, records, strict=True) if weights]
+    return [RecordedWeights(stored, weights) for stored, weights in zip(found, records, strict=True) if weights]
 
 
 def weights_in_use(recorded: Sequence[RecordedWeights], grace_seconds: float, min_kept: int) -> list[RecordedWeights]:

@@ -8,14 +8,23 @@ checkpoint. Used by the leg driver (`roles/fleet.py`, `roles/publishing.py`).
 
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from roll_core.config.operations.services import CheckpointConfig
 from roll_core.store.media.medium import map_in_order
 from roll_core.store.object_store import AlreadyExists, ObjectStore, object_name
-from roll_core.store.records.checkpoints import checkpoint_record_name, checkpoints_of, read_checkpoints, tombstone_name
+from roll_core.store.records.checkpoints import (
+    checkpoint_record_name,
+    checkpoints_of,
+    damage_marker_name,
+    read_checkpoints,
+    tombstone_name,
+    without_damaged,
+)
 from roll_core.store.records.exports import read_exports
-from roll_core.store.records.runs import MANIFESTS_IN_FLIGHT, read_chain, read_raw_config
+from roll_core.store.records.listing import ITERATION_AND_DIGEST, list_matching
+from roll_core.store.records.runs import MANIFESTS_IN_FLIGHT, list_runs, read_chain
+from roll_core.store.records.stored_config import StoredConfig, read_stored_config
 from roll_core.store.records.weights import recorded_weights, weights_in_use
 from roll_core.types.manifest import Manifest
 from roll_core.types.refs import CheckpointFile, CheckpointRef
@@ -53,7 +62,7 @@ def retire(store: ObjectStore, run_id: str, policy: CheckpointConfig, grace_seco
     """
     retirable = _retirable(store, run_id, policy, grace_seconds)
     tombstones = {tombstone_name(run_id, checkpoint) for checkpoint in retirable}
-    for left in store.list(f"runs/{run_id}/retiring"):
+    for left in list_matching(store, f"runs/{run_id}/retiring", ITERATION_AND_DIGEST):
         if f"runs/{run_id}/retiring/{left}" not in tombstones:
             store.delete(f"runs/{run_id}/retiring/{left}")
     if not retirable:
@@ -64,6 +73,7 @@ def retire(store: ObjectStore, run_id: str, policy: CheckpointConfig, grace_seco
     retired = [checkpoint for checkpoint in retirable if CheckpointKey(run_id, checkpoint.iteration) not in referenced]
     for checkpoint in retired:
         store.delete(checkpoint_record_name(run_id, checkpoint))
+        store.delete(damage_marker_name(run_id, checkpoint))
     referenced_files = {object_name(file.artifact) for file in _all_files(store)}
     delete_unreferenced(
         store,
@@ -77,9 +87,11 @@ def retire(store: ObjectStore, run_id: str, policy: CheckpointConfig, grace_seco
 
 def referenced_checkpoints(store: ObjectStore) -> set[CheckpointKey]:
     """Checkpoints that the configs in a store name, as origin of a fork or as teacher. Each key has the run that made it."""
-    run_ids = list(store.list("runs"))
-    configs = dict(zip(run_ids, map_in_order(partial(read_raw_config, store), run_ids, MANIFESTS_IN_FLIGHT), strict=True))
-    return {_origin_of(configs, key) for config in configs.values() for key in _references_of(config)}
+    run_ids = list_runs(store)
+    read = map_in_order(partial(read_stored_config, store), run_ids, MANIFESTS_IN_FLIGHT)
+    configs = {run_id: config for run_id, config in zip(run_ids, read, strict=True) if config is not None}
+    named = (CheckpointKey(*key) for config in configs.values() for key in config.named_checkpoints)
+    return {_origin_of(configs, key) for key in named}
 
 
 def _retirable(store: ObjectStore, run_id: str, policy: CheckpointConfig, grace_seconds: float) -> list[CheckpointRef]:
@@ -87,9 +99,12 @@ def _retirable(store: ObjectStore, run_id: str, policy: CheckpointConfig, grace_
     chain = read_chain(store, run_id)
     ages = {stored.name: stored.age_seconds for stored in store.list_below(f"runs/{run_id}/checkpoints")}
     referenced = {key.iteration for key in referenced_checkpoints(store) if key.run_id == run_id}
-    retirable = checkpoints_to_retire(checkpoints_of(store, chain), chain, policy, referenced) + _orphaned_checkpoints(
-        store, run_id, chain
-    )
+    checkpoints = checkpoints_of(store, chain)
+    undamaged = without_damaged(store, run_id, checkpoints)
+    # A damaged checkpoint does not count among the newest that are kept, and is retired itself unless something names it.
+    damaged = [each for each in checkpoints if each not in undamaged and each.iteration not in {0, *referenced}]
+    retirable = checkpoints_to_retire(undamaged, chain, policy, referenced) + damaged
+    retirable += _orphaned_checkpoints(store, run_id, chain)
     # Checkpoints of an ancestor have no record under this run, hence no age.
     return [each for each in retirable if ages.get(checkpoint_record_name(run_id, each), -1.0) >= grace_seconds]
 
@@ -104,18 +119,18 @@ def _orphaned_checkpoints(store: ObjectStore, run_id: str, chain: Sequence[Manif
 def delete_unreferenced(store: ObjectStore, names: Collection[str], grace_seconds: float) -> None:
     """Delete the named objects that are at least `grace_seconds` old.
 
-    Younger ones are kept, because another process may have put the same bytes and not recorded them yet. The ages in a
-    folder are listed right before its objects are deleted.
+    Younger ones are kept, because another process may have put the same bytes and not recorded them yet. So is one that is
+    put again after it was listed.
     """
     for folder in sorted({name.rpartition("/")[0] for name in names}):
         for stored in store.list_below(folder):
             if stored.name in names and stored.age_seconds >= grace_seconds:
-                store.delete(stored.name)
+                store.delete_unmodified(stored)
 
 
 def _all_files(store: ObjectStore) -> Iterator[CheckpointFile]:
     """Yield the files of every checkpoint and export of every run. Rollouts never have the same bytes as these files."""
-    for run_id in store.list("runs"):
+    for run_id in list_runs(store):
         for checkpoint in read_checkpoints(store, run_id):
             yield from checkpoint.files
         for export in read_exports(store, run_id):
@@ -131,11 +146,11 @@ def retire_weights(store: ObjectStore, run_id: str, grace_seconds: float) -> lis
     kept = {each.name for each in weights_in_use(recorded, grace_seconds, min_kept=1)}
     retirable = [each for each in recorded if each.name not in kept]
     for each in retirable:  # youngest first, so that no version is left without its base
-        store.delete(each.name)
+        store.delete_unmodified(each.listed)
     # Only other weights records can share these objects: the first weights of a fork are its parent's.
     named = {
         object_name(artifact)
-        for other in store.list("runs")
+        for other in list_runs(store)
         for each in recorded_weights(store, other)
         for artifact in each.weights.artifacts
     }
@@ -152,15 +167,11 @@ def _create_tombstone(store: ObjectStore, name: str) -> None:
         return
 
 
-def _references_of(config: dict[str, Any]) -> list[CheckpointKey]:
-    """Checkpoints that a config names: the origin of the fork, and the teachers that are runs."""
-    origin, algorithm = config.get("forked_from"), config.get("algorithm") or {}
-    teachers = [teacher for teacher in algorithm.get("teachers") or [] if teacher["kind"] == "run"]
-    return [CheckpointKey(named["run_id"], named["iteration"]) for named in [*([origin] if origin else []), *teachers]]
-
-
-def _origin_of(configs: dict[str, dict[str, Any]], key: CheckpointKey) -> CheckpointKey:
+def _origin_of(configs: dict[str, StoredConfig], key: CheckpointKey) -> CheckpointKey:
     """Key of the run that made a checkpoint: the early iterations of a fork are its parent's."""
-    while (origin := configs.get(key.run_id, {}).get("forked_from")) and key.iteration <= origin["iteration"]:
-        key = CheckpointKey(origin["run_id"], key.iteration)
+    for _ in configs:  # a lineage is not longer than this
+        origin = configs[key.run_id].forked_from if key.run_id in configs else None
+        if origin is None or key.iteration > origin.iteration:
+            break
+        key = CheckpointKey(origin.run_id, key.iteration)
     return key

@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from roll_core.errors import RollError
 from roll_core.models.megatron_names import MegatronNames
+from roll_core.training.checkpoint_reader import load_checkpoint
 from roll_core.weights.shards import TensorSlice
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -126,7 +127,7 @@ def load(folder: Path, blocks: Sequence[Block]) -> Progress:
     """Fill blocks, which are slices of stored tensors, from a checkpoint; return its counts of steps. Each rank reads for
     its own blocks only."""
     planner = _LoadPlanner(blocks)
-    dcp.load({}, checkpoint_id=folder, planner=planner, no_dist=True)
+    load_checkpoint({}, folder, planner, no_dist=True)
     return planner.progress
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -20,6 +19,7 @@ from roll_core.errors import RollError
 from roll_core.models.causal_lm import routers_of
 from roll_core.models.checkpoint_names import to_checkpoint_names
 from roll_core.training.base import Policy, Share, Snapshot
+from roll_core.training.checkpoint_reader import load_checkpoint
 from roll_core.training.experts.losses import write_shares
 from roll_core.training.experts.routers import Routers
 from roll_core.training.loss_inputs import loss_inputs
@@ -108,7 +108,7 @@ class TorchBackend(TorchTrainable):
     def load_frozen(self, name: str, folder: Path) -> None:
         frozen = _build_scorer(self._model_config, self._settings, self._lora)
         state: dict[str, Any] = {"model": get_model_state_dict(frozen)}
-        dcp.load(state, checkpoint_id=folder, no_dist=world_size() == 1)
+        load_checkpoint(state, folder, no_dist=world_size() == 1)
         set_model_state_dict(frozen, state["model"])
         self._frozen[name] = frozen.requires_grad_(False)
 

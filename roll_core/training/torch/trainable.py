@@ -29,6 +29,7 @@ from roll_core.config.training.lora import LoraConfig
 from roll_core.config.training.training import Precision, TrainingConfig
 from roll_core.models.causal_lm import build_model
 from roll_core.training.base import Snapshot
+from roll_core.training.checkpoint_reader import load_checkpoint
 from roll_core.training.schedule import learning_rate_at
 from roll_core.training.snapshot import HostCopy, written_files
 from roll_core.training.torch.lora import add_adapters
@@ -153,7 +154,7 @@ class TorchTrainable:
     def load(self, folder: Path) -> None:
         model_state, optimizer_state = get_state_dict(self._module, self._optimizer)
         state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "step": 0}
-        dcp.load(state, checkpoint_id=folder, no_dist=world_size() == 1)
+        load_checkpoint(state, folder, no_dist=world_size() == 1)
         set_state_dict(self._module, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self._step = int(state["step"])
 
