@@ -22,6 +22,7 @@ from infra.slurm.queue import STILL_RUNNING, SlurmUnavailable
 from roll_core.config.operations import legs as launchers
 from roll_core.config.run import RunConfig
 from roll_core.errors import FailureClass, IterationTaken, NodeUnfit, StoreUnavailable, UserError, classify, one_line
+from roll_core.host import make_files_private, make_private_folder
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.nodes import NodeFailure, excluded_nodes, record_failure
 from roll_core.store.records.runs import read_chain, read_config, store_of
@@ -60,8 +61,10 @@ def run_leg(run: RunRef, leg: int, function: LegEntryPoint, context_for: Context
     request = leg_request(run, config, leg, excluded_nodes(store, config.nodes, datetime.now(UTC)))
     watch = ManifestWatch(run, next_iteration=len(read_chain(store, run.run_id)))
     orphan_id = launcher.find(request.name).get(request.name)
+    make_private_folder(run_dir(run, config))
     if orphan_id is None:
         job = launcher.submit(request, functools.partial(function, run, leg, context_for(config)))
+        make_files_private(request.folder)
     else:
         job = launcher.attach(orphan_id, request.folder)
     elastic = elastic_jobs(run, config)
@@ -156,7 +159,7 @@ def _node_shape_and_folder(config: RunConfig, run_id: str) -> tuple[NodeShape, P
         raise UserError(f"cluster.nodes ({config.cluster.nodes}) is not what this job has ({given}): sbatch --nodes=...")
     run = RunRef(run_id=run_id, store_uri=config.store.uri, config_digest="")
     folder = run_dir(run, config)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private_folder(folder)
     return slurm.node_shape(config.legs.launcher, leg_request(run, config, leg=0)), folder
 
 

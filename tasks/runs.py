@@ -3,6 +3,7 @@
 from roll_core.config.load import load_config
 from roll_core.config.run import RunConfig
 from roll_core.errors import UserError
+from roll_core.host import make_private_folder
 from roll_core.planning.preflight import check_origins, check_ready, with_teachers_pinned
 from roll_core.reporting.report import render_report
 from roll_core.store.object_store import ObjectStore
@@ -51,8 +52,7 @@ def summarize(run: RunRef) -> RunSummary:
     """Write the run's HTML report into its work folder, and return its summary."""
     config = runs.read_config(run)
     chain = runs.read_chain(runs.store_of(run), run.run_id)
-    report = run_dir(run, config) / "report.html"
-    report.parent.mkdir(parents=True, exist_ok=True)
+    report = make_private_folder(run_dir(run, config)) / "report.html"
     report.write_text(render_report(run.run_id, config, chain))
     return summary_of(run.run_id, chain)
 

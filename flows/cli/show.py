@@ -29,6 +29,7 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from flows.cli.progress_view import HEADER, iteration_row
+    from roll_core.config.exactness import describe_exactness
     from roll_core.config.load import absolute_uri
     from roll_core.config.operations.legs import SlurmLauncherConfig
     from roll_core.data.ledger import totals
@@ -53,6 +54,7 @@ def run(options: argparse.Namespace) -> int:
     histories = leg_histories(read_stages_by_leg(Path(config.work_dir) / run_ref.run_id), commits_in_chain(chain))
     for row in leg_rows(histories) if histories else ():
         console.print(row, highlight=False, soft_wrap=True)
+    console.print(f"exact    {describe_exactness(config)}", highlight=False, soft_wrap=True)
     if config.legs.elastic is not None:
         console.print(f"engines  {engines_over_time(chain)}", highlight=False, soft_wrap=True)
     if drawn := totals(chain):
