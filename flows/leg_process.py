@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.prefect_server import private_server
+from roll_core.host import make_private_folder
 from roll_core.reporting.stage_log import StageLog
 from roll_core.store.records.runs import read_config
 from roll_core.types.leg import LegAllocation, LegEnded
@@ -44,7 +45,8 @@ def _private_server(run: RunRef, leg: int, allocation: LegAllocation) -> Iterato
     assert allocation.scratch is not None, "a leg on this machine reaches the server of whoever launched it"
     work_dir = Path(read_config(run).work_dir)
     leg_dir, template = work_dir / run.run_id / f"leg-{leg}", work_dir / f"prefect-{version('prefect')}.db"
-    leg_dir.mkdir(parents=True, exist_ok=True)
+    make_private_folder(leg_dir.parent)
+    leg_dir.mkdir(exist_ok=True)
     with private_server(leg_dir, allocation.scratch, template) as wait_for_server:
 
         def wait() -> None:

@@ -111,10 +111,11 @@ def should_requeue(run: RunRef, ended: LegEnded, num_restarts: int) -> bool:
 def context_for_leg(config: RunConfig) -> dict[str, Any] | None:
     """Return the Prefect context that makes a leg a child of this flow run; None if the leg cannot reach its server.
 
-    A SLURM leg cannot reach an embedded server, which is on this machine only and ends with the command.
+    A SLURM leg cannot reach an embedded server, which is on this machine only and ends with the command. The context travels
+    in a file, so that it holds no settings: they contain Prefect's key and password. A leg has the same environment.
     """
     unreachable = is_embedded() and isinstance(config.legs.launcher, SlurmLauncherConfig)
-    return None if unreachable else serialize_context()
+    return None if unreachable else serialize_context() | {"settings_context": {}}
 
 
 def reason_to_stop(endings: Sequence[LegEnded], legs: LegsConfig) -> str | None:

@@ -28,6 +28,23 @@ _PR_SET_PDEATHSIG = 1
 log = logging.getLogger(__name__)
 
 
+def make_private_folder(folder: Path) -> Path:
+    """Create a folder that its owner alone can enter, if it does not exist; return it. Parents get the usual mode."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(PermissionError):  # another user's: whoever made it decides
+        folder.chmod(0o700)
+    return folder
+
+
+def make_files_private(folder: Path) -> None:
+    """Make the files that are in a folder now readable by their owner alone. Not by a umask: processes that are started
+    inherit it, and would make their files in the store private as well."""
+    for path in folder.iterdir():
+        if path.is_file() and not path.is_symlink():
+            path.chmod(PRIVATE)
+
+
 @contextlib.contextmanager
 def atomic_replace(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Open a draft file that atomically replaces `path` when the block ends. If the block raises, `path` is unchanged.

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from roll_core.config.exactness import has_exact_updates
 from roll_core.provenance import code_version
 from roll_core.store.records.runs import commit as commit_manifest
 from roll_core.types.manifest import (
@@ -73,6 +74,7 @@ def commit(parent: Manifest | None, iteration: IterationReceipts, services: Serv
         controllers=iteration.updated.controllers,
         code=code_version(),
         nodes=services.fleet.nodes,
+        exact=has_exact_updates(services.config),
         collected=collected,
         evaluated=iteration.evaluated,
         metrics=_metrics(iteration, timings),

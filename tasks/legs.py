@@ -36,6 +36,7 @@ from roll_core.errors import (
     one_line,
     origin,
 )
+from roll_core.host import make_files_private, make_private_folder
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.nodes import excluded_nodes
 from roll_core.store.records.runs import next_iteration, read_config, store_of
@@ -79,6 +80,7 @@ def run_leg(
     request = leg_request(run, config, leg, excluded_nodes(store, config.nodes, datetime.now(UTC)), avoid)
     watch = ManifestWatch(run, next_iteration(store, run.run_id))
     leg_function = functools.partial(function, run, leg, context_for(config))
+    make_private_folder(run_dir(run, config))
     job = wait_for_controller(lambda: adopt_or_submit(launcher, request, leg_function))
     elastic = elastic_jobs(run, config)
     try:
@@ -99,7 +101,11 @@ def adopt_or_submit(launcher: Launcher, request: LegRequest, leg: LegFunction) -
     A submission that failed is repeated by calling this again: SLURM may have accepted it although its answer was lost.
     """
     job_id = launcher.find(request.name).get(request.name)
-    return launcher.submit(request, leg) if job_id is None else launcher.attach(job_id, request.folder)
+    if job_id is not None:
+        return launcher.attach(job_id, request.folder)
+    job = launcher.submit(request, leg)
+    make_files_private(request.folder)
+    return job
 
 
 def build_launcher(config: RunConfig) -> Launcher:
@@ -180,7 +186,7 @@ def _node_shape_and_folder(config: RunConfig, run_id: str) -> tuple[NodeShape, P
         raise UserError(f"cluster.nodes ({config.cluster.nodes}) is not what this job has ({given}): sbatch --nodes=...")
     run = RunRef(run_id=run_id, store_uri=config.store.uri, config_digest="")
     folder = run_dir(run, config)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private_folder(folder)
     return slurm.node_shape(config.legs.launcher, leg_request(run, config, leg=0)), folder
 
 

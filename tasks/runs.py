@@ -5,6 +5,7 @@ import logging
 from roll_core.config.load import load_config
 from roll_core.config.run import RunConfig
 from roll_core.errors import UserError
+from roll_core.host import make_private_folder
 from roll_core.planning.preflight import check_origins, check_ready, with_teachers_pinned
 from roll_core.reporting.report import render_report
 from roll_core.store.object_store import ObjectStore
@@ -60,7 +61,7 @@ def summarize(run: RunRef) -> RunSummary:
     chain = runs.read_chain(runs.store_of(run), run.run_id)
     report = run_dir(run, config) / "report.html"
     try:
-        report.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(report.parent)
         report.write_text(render_report(run.run_id, config, chain))
     except OSError as error:
         log.warning("%s has no report: %s", run.run_id, error)

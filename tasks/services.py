@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from roll_core.config.run import RunConfig
 from roll_core.errors import ArtifactDamaged, IterationTaken, NodeUnfit, RollError, one_line
-from roll_core.host import try_lock
+from roll_core.host import make_private_folder, try_lock
 from roll_core.provenance import library_versions, machine_kind
 from roll_core.reporting.goodput import START
 from roll_core.reporting.stage_log import StageLog
@@ -80,8 +80,8 @@ def open_services(run: RunRef, leg: int, allocation: LegAllocation) -> Iterator[
     from roll_core.roles.process import freeze_garbage_collector
 
     config = read_config(run)
-    leg_dir = run_dir(run, config) / f"leg-{leg}"
-    leg_dir.mkdir(parents=True, exist_ok=True)
+    leg_dir = make_private_folder(run_dir(run, config)) / f"leg-{leg}"
+    leg_dir.mkdir(exist_ok=True)
     stage_log, leg_time = StageLog(leg_dir), LegTime(allocation.ends_at)
     with (
         _lease(run, config),

@@ -30,6 +30,7 @@ def run(options: argparse.Namespace) -> int:
 
     from flows.cli.progress_view import HEADER, iteration_row
     from flows.flow_runs import crash_dead_if_served
+    from roll_core.config.exactness import describe_exactness
     from roll_core.config.load import absolute_uri
     from roll_core.config.operations.legs import SlurmLauncherConfig
     from roll_core.data.ledger import totals
@@ -55,6 +56,7 @@ def run(options: argparse.Namespace) -> int:
     histories = leg_histories(events, commits_in_chain(chain))
     for row in [*leg_rows(histories), *leg_measurements(events)] if histories else ():
         console.print(row, highlight=False, soft_wrap=True)
+    console.print(f"exact    {describe_exactness(config)}", highlight=False, soft_wrap=True)
     if config.legs.elastic is not None:
         console.print(f"engines  {engines_over_time(chain)}", highlight=False, soft_wrap=True)
     if drawn := totals(chain):

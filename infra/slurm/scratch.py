@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,8 +25,7 @@ def locked_folder(name: str) -> Iterator[Path]:
     A file lock (flock) marks a live owner. The kernel releases it when the owner's process dies, however it dies.
     """
     SCRATCH_ROOT.mkdir(mode=0o700, exist_ok=True)
-    if SCRATCH_ROOT.stat().st_uid != os.getuid():
-        raise RollError(f"{SCRATCH_ROOT} on this node belongs to somebody else: have it removed")
+    _check_is_ours(SCRATCH_ROOT)
     for left in SCRATCH_ROOT.glob("*.lock"):
         with contextlib.suppress(BlockingIOError), _locked(left, fcntl.LOCK_NB):
             _remove(left)
@@ -37,6 +37,18 @@ def locked_folder(name: str) -> Iterator[Path]:
             yield folder
         finally:
             _remove(lock_file)
+
+
+def _check_is_ours(folder: Path) -> None:
+    """Raise RollError unless a folder is a directory of this user that others cannot enter. Everybody may write to its
+    parent: a symlink there could lead to another folder, in which a leg would remove files."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise RollError(f"{folder} on this node is not a directory: have it removed")
+    if found.st_uid != os.getuid():
+        raise RollError(f"{folder} on this node belongs to another user: have it removed")
+    if found.st_mode & 0o077:
+        raise RollError(f"{folder} on this node can be entered by other users: chmod 700 {folder}")
 
 
 @contextlib.contextmanager

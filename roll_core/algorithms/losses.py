@@ -104,7 +104,8 @@ def mirror_descent(inputs: LossInputs, *, temperature: float, level: RatioLevel)
         index_N, count = _level(inputs, level)
         kept_N = torch.where(inputs.mask_N.bool(), log_ratio_N, torch.zeros_like(log_ratio_N))
         lengths_X = sum_by(inputs.mask_N, index_N, count).clamp(min=1)
-        penalty_N = (sum_by(kept_N, index_N, count).square() / lengths_X)[index_N]
+        # `index_select` has a deterministic backward pass on several threads; an index with repeats has none.
+        penalty_N = (sum_by(kept_N, index_N, count).square() / lengths_X).index_select(0, index_N)
     loss_N = -inputs.advantages_N * inputs.policy_logprobs_N + temperature / 2 * penalty_N
     return TokenLosses(loss_N, _nothing_clipped(inputs))
 
@@ -185,7 +186,7 @@ def _log_ratio(inputs: LossInputs, level: RatioLevel) -> Tensor:
     if level is RatioLevel.TOKEN:
         return log_ratio_N
     index_N, count = _level(inputs, level)
-    return masked_mean_by(log_ratio_N, inputs.mask_N, index_N, count)[index_N]
+    return masked_mean_by(log_ratio_N, inputs.mask_N, index_N, count).index_select(0, index_N)
 
 
 def _level(inputs: LossInputs, level: RatioLevel) -> tuple[Tensor, int]:

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 
 from roll_core.config.algorithm.shaping import KlEstimator
+from roll_core.config.exactness import describe_exactness
 from roll_core.config.inference import VllmInference
 from roll_core.config.model import ModelConfig, ModelShape, PretrainedModel, ScratchModel
 from roll_core.config.operations.legs import LegsConfig
@@ -122,6 +123,7 @@ def _run(config: RunConfig) -> PlanSection:
             ("problems", f"{config.problems.kind}, graded by {config.reward.kind}"),
             ("algorithm", config.algorithm.kind),
             ("signals", _signals(config)),
+            ("exact", describe_exactness(config)),
             ("config digest", digest_of(config.model_dump_json(indent=1).encode())[:16]),
         ),
     )

@@ -3,8 +3,8 @@ the reward worker.
 
 A subprocess runs this module with the name of a grading module. The `load_grader()` of that module does the slow imports and
 returns a function from a request to a `Score`. Requests and replies are lines of JSON. A process is started on first use and
-handles one request at a time. This guards against accidents, not malice: a grader that evaluates what a policy wrote does so
-with the rights of the run.
+handles one request at a time. It gets no keys or passwords from the environment. Beyond that it is guarded against
+accidents, not malice: a grader that evaluates what a policy wrote does so with the rights of the run.
 """
 
 import asyncio
@@ -29,6 +29,9 @@ MEMORY_BYTES = 4 * 2**30
 """Limit of the address space of a subprocess: 9**9**9**9 ends in a MemoryError, not in all memory of the machine."""
 ORPHAN_SECONDS = 5.0
 """Seconds beyond its deadline after which a request kills its process itself, if the reward worker is gone."""
+PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")
+"""Environment variables that a subprocess gets from its reward worker. The others hold keys and passwords (AWS, Prefect,
+MLflow, Ray), and a grader may evaluate what a policy wrote."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Environment that turns off numpy's thread pools: each thread reserves address space, much with many cores."""
 MAX_LINE_BYTES = 2**24
@@ -75,7 +78,7 @@ class SubprocessGrader:
             stdin=PIPE,
             stdout=PIPE,
             limit=MAX_LINE_BYTES,
-            env=os.environ | ONE_THREAD | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=_environment(),
         )
         assert process.stdout is not None
         try:
@@ -86,6 +89,12 @@ class SubprocessGrader:
         if not started:
             raise ConnectionError(f"the process of reward '{self._reward}' died while starting")
         return process
+
+
+def _environment() -> dict[str, str]:
+    """Environment of a subprocess: what a Python program needs, and nothing else."""
+    passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    return passed_on | ONE_THREAD | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 async def _exchange(process: Process, request: dict[str, str]) -> bytes:

@@ -165,7 +165,10 @@ def _build_engine_with_model(
         case TorchInference():
             import_models()
             from roll_core.inference.torch_engine import TorchEngine
+            from roll_core.models.determinism import make_deterministic_where_possible
 
+            if config.training.deterministic:
+                make_deterministic_where_possible()
             engine = TorchEngine(config.model, seed=config.seed, num_slots=num_slots, device=device, dtype=dtype)
             if config.training.routing.replay:
                 engine.record_experts()

@@ -1,21 +1,31 @@
 """Ray cluster of a leg: one that already runs on all of its nodes, or one that is started on this machine."""
 
+import atexit
 import contextlib
+import functools
 import logging
 import os
+import secrets
+import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
+import ray._private.services as ray_services
 
 from roll_core.config.operations.placement import ELASTIC_RESOURCE, ClusterConfig, DeviceKind, leg_resources
 from roll_core.errors import DeadlineExceeded, one_line
+from roll_core.host import PRIVATE, atomic_replace
 from roll_core.roles.process import role_environment
 
 NODE_TIMEOUT = "timed out during startup"
 """Part of Ray's message when its node did not register in time."""
+LOOPBACK = "127.0.0.1"
+"""Address of a cluster that is started on this machine: other machines cannot reach it."""
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
@@ -25,7 +35,8 @@ def connect_ray(cluster: ClusterConfig, address: str | None, deadline_s: float) 
     if address is not None:
         _connect(address, cluster.nodes, deadline_s)
         return
-    with _with_environment(role_environment()):
+    with _with_environment(role_environment() | _authentication(_token_file())):
+        ray._raylet.Config.initialize("")  # Ray read RAY_AUTH_MODE when it was imported
         _start_within(cluster, deadline_s)
 
 
@@ -43,7 +54,8 @@ def _start_within(cluster: ClusterConfig, deadline_s: float) -> None:
 
 
 def _start(cluster: ClusterConfig) -> None:
-    """Start Ray on this machine, with the devices of all nodes of the config."""
+    """Start Ray on this machine, with the devices of all nodes of the config, reachable from this machine alone."""
+    ray_services.resolve_ip_for_localhost = _unchanged
     ray.init(
         address="local",
         num_cpus=cluster.num_devices + 1,
@@ -54,11 +66,34 @@ def _start(cluster: ClusterConfig) -> None:
             for name, amount in leg_resources(node, cluster.devices_per_node).items()
         },
         include_dashboard=False,
+        _node_ip_address=LOOPBACK,
         # Ray's default of 15 starves roles on a machine that does anything else: seen to slow training thirtyfold.
         _system_config={"worker_niceness": 0},
         _node_name=socket.gethostname(),
         **_QUIET,
     )
+
+
+def _unchanged(address: str) -> str:
+    """Replacement of Ray's function that turns the loopback address into one that other machines reach. Ray has no setting
+    for it."""
+    return address
+
+
+@functools.cache
+def _token_file() -> Path:
+    """Path of the Ray token of the clusters that this process starts, readable by its owner alone. Ray's own default, a file
+    under ~/.ray, is readable by everybody, and who has the token may run code as this user."""
+    folder = Path(tempfile.mkdtemp(prefix="roll-ray-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    with atomic_replace(folder / "token", PRIVATE) as file:
+        file.write(secrets.token_hex(32).encode())
+    return folder / "token"
+
+
+def _authentication(token_file: Path) -> dict[str, str]:
+    """Environment by which Ray requires a token, whatever the user's own environment says."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
 
 
 def leg_nodes() -> list[dict[str, Any]]:

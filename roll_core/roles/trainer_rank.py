@@ -82,10 +82,13 @@ class TrainerRank:
         import_models()
         import torch
 
+        from roll_core.models.determinism import make_deterministic
         from roll_core.training.learner import Learner
         from roll_core.weights.stored import WeightsWriter
 
         torch.set_num_threads(self._config.cluster.threads_per_device)
+        if self._config.training.deterministic:
+            make_deterministic()
         device = torch.device(self._config.cluster.device.value)
         if self._num_ranks > 1:
             torch.distributed.init_process_group(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from roll_core.batching.micro_batch import MicroBatch
@@ -90,7 +91,7 @@ class TokenScorer(nn.Module):
     def forward(self, micro_batch: MicroBatch, reference: ReferenceStates | None = None) -> Scored:
         """Score the trained tokens of a micro-batch."""
         hidden_RTH = last_hidden_states(self.model.base_model, micro_batch)
-        hidden_NH = hidden_RTH.flatten(0, 1)[micro_batch.predicted_by_N]
+        hidden_NH = select_rows(hidden_RTH.flatten(0, 1), micro_batch.predicted_by_N)
         output_VH = self.model.get_output_embeddings().weight
         if not len(hidden_NH):
             return empty_scores(hidden_RTH, output_VH, reference)
@@ -101,9 +102,8 @@ class TokenScorer(nn.Module):
     def reference_states(self, micro_batch: MicroBatch) -> ReferenceStates:
         """Compute the states by which another policy is compared with this one over the full vocabulary."""
         hidden_RTH = last_hidden_states(self.model.base_model, micro_batch)
-        return ReferenceStates(
-            hidden_RTH.flatten(0, 1)[micro_batch.predicted_by_N], self.model.get_output_embeddings().weight
-        )
+        hidden_NH = select_rows(hidden_RTH.flatten(0, 1), micro_batch.predicted_by_N)
+        return ReferenceStates(hidden_NH, self.model.get_output_embeddings().weight)
 
 
 def score_tokens(
@@ -151,6 +151,15 @@ def last_hidden_states(base_model: PreTrainedModel, micro_batch: MicroBatch) -> 
         position_ids=micro_batch.position_ids_RT,
         use_cache=False,
     ).last_hidden_state
+
+
+def select_rows(states_XH: Tensor, index_N: Tensor) -> Tensor:
+    """Rows [N, H] of `states_XH` by index, repeats allowed: completions that share a prompt share its last state.
+
+    As a lookup in an embedding table, because its backward pass adds repeats in their order. That of `states_XH[index_N]`
+    adds with atomics on several CPU threads, and that of `index_select` on GPUs: in any order.
+    """
+    return functional.embedding(index_N, states_XH)
 
 
 class ScoreTokens(torch.autograd.Function):

@@ -197,6 +197,9 @@ class Manifest(Record):
     """Version and digest of the source code that ran."""
     nodes: tuple[str, ...] = ()
     """Names of the nodes that the leg ran on."""
+    exact: bool | None = None
+    """True if the update was computed with deterministic algorithms (`training.deterministic`): repeated on the same kind of
+    machine it gives the same weights to the bit. Null in manifests that do not record it."""
     collected: Collected | None
     """Receipt of `collect`; null for iteration 0."""
     evaluated: Evaluated | None

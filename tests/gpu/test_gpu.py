@@ -23,6 +23,7 @@ from roll_core.inference.base import WeightsUpdate, adopt
 from roll_core.inference.requests import Completion, GenerationRequest
 from roll_core.inference.torch_engine import TorchEngine
 from roll_core.inference.vllm.copy_kernel import CopyTable, FlatCopy
+from roll_core.models.determinism import make_deterministic
 from roll_core.planning.model_shape import parameters_of, shape_of
 from roll_core.training.base import Policy
 from roll_core.training.learner import Learner
@@ -30,7 +31,7 @@ from roll_core.training.torch.backend import TorchBackend
 from roll_core.training.torch.trainable import TorchSettings
 from roll_core.types.trajectory import GREEDY_ATTEMPT
 from roll_core.weights.buckets import pack, unpack
-from roll_core.weights.digests import mix
+from roll_core.weights.digests import WeightsDigest, mix
 from tests.micro_batches import cut, random_tokens
 from tests.support import random_samples, tiny_config, trajectory
 
@@ -123,6 +124,23 @@ def test_requests_interrupted_by_new_weights_resume_with_the_tokens_of_uninterru
     whole, resumed = asyncio.run(generate(interrupted=False)), asyncio.run(generate(interrupted=True))
     assert [c.token_ids for c in resumed] == [c.token_ids for c in whole]
     assert {version for c in resumed for version in c.weights_versions} == {1, 2}
+
+
+@pytest.mark.parametrize("architecture", list(Architecture))
+@pytest.mark.parametrize("precision", list(Precision))
+def test_three_updates_from_the_same_weights_are_equal_to_the_bit(architecture, precision):
+    make_deterministic()
+    batch, digests = micro_batch(96), set()
+    for _ in range(3):
+        trained, digest = backend(precision, architecture=architecture), WeightsDigest()
+        for _ in range(4):
+            trained.accumulate([batch], loss_of(Grpo()))
+            trained.apply_gradients()
+        for _ in digest.observe(trained.weights()):
+            pass
+        digests.add(digest.hexdigest())
+    torch.use_deterministic_algorithms(False)
+    assert len(digests) == 1
 
 
 LLAMA_TEACHER = {"kind": "pretrained", "model": {"kind": "scratch", "architecture": "llama", "max_positions": 32}}

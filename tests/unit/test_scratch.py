@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from infra.slurm import scratch
+from roll_core.errors import RollError
 from tests.support import ROOT
 
 HOLDER = """
@@ -52,3 +53,20 @@ def test_the_next_leg_removes_the_folders_of_dead_legs_and_none_of_living_ones(f
         holder.wait()
         with scratch.locked_folder("next"):
             assert names(folders) == ["living", "living.lock", "next", "next.lock"]
+
+
+def test_a_symlink_in_place_of_the_scratch_root_is_refused_and_nothing_behind_it_is_removed(folders, tmp_path):
+    home = tmp_path / "home"
+    (home / "poetry").mkdir(parents=True)
+    (home / "poetry.lock").touch()
+    folders.symlink_to(home)
+    with pytest.raises(RollError, match="is not a directory: have it removed"), scratch.locked_folder("7.0.0"):
+        pass
+    assert names(home) == ["poetry", "poetry.lock"]
+
+
+def test_a_scratch_root_that_others_can_enter_is_refused(folders):
+    folders.mkdir()
+    folders.chmod(0o755)
+    with pytest.raises(RollError, match="can be entered by other users: chmod 700"), scratch.locked_folder("7.0.0"):
+        pass

@@ -15,7 +15,7 @@ from roll_core.data.reasoning_gym import ReasoningGymSource
 from roll_core.errors import FailureClass, RewardError, UserError, classify
 from roll_core.rewards.base import Reward, build_reward
 from roll_core.rewards.reasoning_gym import text_in_tag
-from roll_core.rewards.subprocess_grader import SubprocessGrader
+from roll_core.rewards.subprocess_grader import ONE_THREAD, PASSED_ON, SubprocessGrader
 from roll_core.roles.reward_role import RewardRole
 from roll_core.types.trajectory import Failure, Message, Problem, Score, Speaker, Trajectory
 from tests.support import grades_of, tiny_config, trajectory
@@ -98,6 +98,7 @@ def grader(tmp_path, monkeypatch) -> SubprocessGrader:
         "        case 'die': os._exit(1)\n"
         "        case 'hang': time.sleep(3600)\n"
         "        case 'fill': bytes(2**40)\n"
+        "        case 'show': raise ValueError(' '.join(sorted(os.environ)))\n"
         "    return Score(float(os.getpid()), True)\n"
         "def load_grader():\n"
         "    return grade\n"
@@ -121,6 +122,15 @@ def test_a_process_serves_many_answers_and_is_replaced_when_one_kills_it(grader)
     assert full == "MemoryError"
     assert dead == "its process died of it"
     assert late == "it took longer than reward.deadline_seconds (5)"
+
+
+def test_a_grader_gets_no_keys_or_passwords_from_the_environment(grader, monkeypatch):
+    for name in ("AWS_SECRET_ACCESS_KEY", "PREFECT_API_KEY", "MLFLOW_TRACKING_PASSWORD", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "secret")
+    with pytest.raises(RewardError) as raised:
+        asyncio.run(grader.grade(problem(""), {"do": "show"}))
+    allowed = {*PASSED_ON, *ONE_THREAD, "PYTHONPATH", "LC_CTYPE"}  # Python sets LC_CTYPE itself
+    assert set(raised.value.cause.removeprefix("ValueError: ").split()) <= allowed
 
 
 def test_the_process_of_a_cancelled_request_is_replaced(grader):

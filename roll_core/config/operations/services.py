@@ -1,6 +1,7 @@
 """Config of the services around a run: store, tracking, deadlines, retries, evaluation, checkpoints."""
 
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -10,6 +11,12 @@ RETRY_SECONDS = 300.0
 """Default of store.retry_seconds, also for code that has the address of a store but no config yet."""
 GRACE_MINUTES = 60.0
 """Default of store.grace_minutes."""
+
+
+def check_has_no_password(uri: str, alternative: str) -> None:
+    """Raise ValueError if an address contains a password: configs are stored, tracked and printed."""
+    if urlsplit(uri).password is not None:
+        raise ValueError(f"uri must not contain a password, because configs are stored and shown: {alternative}")
 
 
 class StoreConfig(Section):
@@ -30,6 +37,13 @@ class StoreConfig(Section):
     """Interval at which finished trajectories that no iteration has used yet are stored, in seconds. A killed leg loses no
     more than this."""
 
+    @model_validator(mode="after")
+    def _check_uri_has_no_password(self):
+        check_has_no_password(
+            self.uri, "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or write them to ~/.aws/credentials"
+        )
+        return self
+
 
 class TrackingConfig(Section):
     """MLflow tracking."""
@@ -44,6 +58,14 @@ class TrackingConfig(Section):
     drain_seconds: PositiveFloat = 30.0
     """Longest wait at the end of a leg for pages that are being made, and then for the upload of the spool, in seconds each.
     The next leg uploads the rest."""
+
+    @model_validator(mode="after")
+    def _check_uri_has_no_password(self):
+        check_has_no_password(
+            self.uri or "",
+            "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or write them to ~/.mlflow/credentials",
+        )
+        return self
 
 
 class DeadlinesConfig(Section):

@@ -73,6 +73,10 @@ class TrainingConfig(Section):
     """Tokens whose logits are in memory at once; their memory is this times the vocabulary. Lower it to save memory."""
     precision: Precision = Precision.FLOAT32
     """Arithmetic of the forward and backward pass. The optimizer keeps its state and its copy of the weights in float32."""
+    deterministic: bool = True
+    """Use deterministic algorithms only, in trainer ranks and torch engines: equal inputs on machines of the same kind give
+    equal bits, on any number of threads, beside any load. Resume and replay rely on it. False may be faster on GPUs; then
+    a replayed update differs within rounding. Only with `training.backend: torch` or `training.backend: megatron`."""
     compile: bool = False
     """Compile the layers: about half a minute at first use, then about 1.5 times as fast on a GPU. Only with
     `training.backend: torch`."""

@@ -104,6 +104,8 @@ def transformer_config(hugging_face: PretrainedConfig, training: TrainingConfig,
         bf16=dtype is torch.bfloat16,
         calculate_per_token_loss=True,  # gradients are summed over ranks: losses have global denominators
         variable_seq_lengths=True,
+        # On GPUs the backward pass of Megatron's embedding adds with atomics otherwise. On CPUs it does not.
+        deterministic_mode=training.deterministic and on_gpu,
         moe_token_dispatcher_type="alltoall",  # the only one with variable lengths; needed even without experts
         use_cpu_initialization=not on_gpu,
         # Megatron's fusions need apex or Transformer Engine, or are compiled, which helps on a GPU only.

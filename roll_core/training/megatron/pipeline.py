@@ -20,7 +20,7 @@ from torch import Tensor
 from roll_core.batching.micro_batch import MicroBatch
 from roll_core.training.megatron.model import PolicyModel
 from roll_core.training.megatron.world import on_last_stage
-from roll_core.training.scorer import ReferenceStates, Scored, Vocabulary, empty_scores, score_tokens
+from roll_core.training.scorer import ReferenceStates, Scored, Vocabulary, empty_scores, score_tokens, select_rows
 
 Chunks = Sequence[torch.nn.Module]
 """Model chunks of this rank, bare or wrapped for training."""
@@ -83,7 +83,8 @@ class RowPart:
         self.routing_notes_RTC = batch.routing_notes()[:, here].chunk(tensor.size(), dim=1)[tensor.rank()]
         row_N, column_N = batch.predicted_by_N // width, batch.predicted_by_N % width
         self._token_index_n = ((column_N >= here.start) & (column_N < here.stop)).nonzero().flatten()
-        self._row_n, self._column_n = row_N[self._token_index_n], column_N[self._token_index_n] - here.start
+        row_n, column_n = row_N[self._token_index_n], column_N[self._token_index_n] - here.start
+        self._predicted_by_n = column_n * len(batch.token_ids_RT) + row_n  # Megatron's hidden states are [T, R, H]
         self._num_tokens = len(batch.target_ids_N)
         self.targets_n = batch.target_ids_N[self._token_index_n]
 
@@ -91,7 +92,7 @@ class RowPart:
         """Hidden states [n, H] that predict the trained tokens which this rank scores."""
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-        return hidden[self._column_n, self._row_n]
+        return select_rows(hidden.flatten(0, 1), self._predicted_by_n)
 
     def gather_scores(self, scores_n: Tensor) -> Tensor:
         """Gather the scores of all trained tokens (N) from the context-parallel ranks."""

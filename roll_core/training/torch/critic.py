@@ -13,7 +13,7 @@ from roll_core.batching.micro_batch import MicroBatch
 from roll_core.config.model import ModelConfig
 from roll_core.models.checkpoint_names import to_parameter_names
 from roll_core.training.base import Values
-from roll_core.training.scorer import last_hidden_states
+from roll_core.training.scorer import last_hidden_states, select_rows
 from roll_core.training.torch.trainable import TorchSettings, TorchTrainable
 
 
@@ -38,7 +38,8 @@ class ValueScorer(nn.Module):
             weight, bias = self.head.weight.float(), self.head.bias.float()
             values = nn.functional.linear(hidden_RTH.float(), weight, bias).flatten()
         # The added zero has a gradient for every weight: even without trained tokens all ranks run the same collectives.
-        return Values(values[micro_batch.predicted_by_N] + values.sum() * 0.0, values[micro_batch.ends_S])
+        values_N = select_rows(values[:, None], micro_batch.predicted_by_N).squeeze(1)
+        return Values(values_N + values.sum() * 0.0, values[micro_batch.ends_S])
 
 
 class TorchCritic(TorchTrainable):
