@@ -47,8 +47,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def read_metadata(path: Path) -> Metadata:
     """Read the metadata of a checkpoint. Raises ArtifactDamaged if it is anything else than torch writes."""
+    pickled = io.BytesIO(path.read_bytes())
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+        metadata = _MetadataUnpickler(pickled).load()
         assert isinstance(metadata, Metadata), "it is not the metadata of a checkpoint"
         assert isinstance(metadata.storage_data, dict), "it says nothing about files"
         for stored in metadata.storage_data.values():
