@@ -36,7 +36,7 @@ def connect_ray(cluster: ClusterConfig, address: str | None, deadline_s: float) 
         _connect(address, cluster.nodes, deadline_s)
         return
     with _with_environment(role_environment() | _authentication(_token_file())):
-        ray._raylet.Config.initialize("")  # Ray read RAY_AUTH_MODE when it was imported
+        _read_environment_again()
         _start_within(cluster, deadline_s)
 
 
@@ -72,6 +72,12 @@ def _start(cluster: ClusterConfig) -> None:
         _node_name=socket.gethostname(),
         **_QUIET,
     )
+
+
+def _read_environment_again() -> None:
+    """Let Ray read its mode of authentication and its token again. It read them when it was imported or last used."""
+    ray._raylet.Config.initialize("")
+    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _unchanged(address: str) -> str:
