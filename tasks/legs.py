@@ -14,8 +14,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from prefect import get_run_logger
-
 from infra.slurm import slurm
 from infra.slurm.elastic import ElasticJobs
 from infra.slurm.launcher import JobEnd, Launcher, LegFunction, LegJob, LegRequest
@@ -46,7 +44,7 @@ from roll_core.types.leg import LegAllocation, LegEnded, LegEnding
 from roll_core.types.refs import RunRef
 from tasks.durability import state_changing
 from tasks.leg_requests import ELASTIC, LEG, job_prefix, leg_request
-from tasks.progress import ManifestWatch
+from tasks.progress import ManifestWatch, announce_obstacle
 from tasks.services import SHORT_RETRY_SECONDS, record_node_failures, run_dir
 
 log = logging.getLogger(__name__)
@@ -81,7 +79,7 @@ def run_leg(
     watch = ManifestWatch(run, next_iteration(store, run.run_id))
     leg_function = functools.partial(function, run, leg, context_for(config))
     make_private_folder(run_dir(run, config))
-    job = wait_for_controller(lambda: adopt_or_submit(launcher, request, leg_function))
+    job = wait_for_controller(lambda: adopt_or_submit(launcher, request, leg_function), announce_obstacle)
     elastic = elastic_jobs(run, config)
     try:
         wait_for_end(job, watch, elastic)
@@ -150,7 +148,7 @@ def orphaned_leg(run: RunRef) -> int | None:
     Call it before the flow submits a leg of its own.
     """
     prefix, launcher = job_prefix(run), build_launcher(read_config(run))
-    names = wait_for_controller(lambda: launcher.find(prefix))
+    names = wait_for_controller(lambda: launcher.find(prefix), announce_obstacle)
     return max((int(name.removeprefix(prefix)) for name in names), default=None)
 
 
@@ -197,7 +195,7 @@ def wait_for_end(job: LegJob, watch: ManifestWatch, elastic: ElasticJobs | None)
     while not job.has_ended():
         watch.poll()
         if job.obstacle not in ("", obstacle):
-            get_run_logger().warning("leg waits: %s", job.obstacle)
+            announce_obstacle(job.obstacle)
         obstacle = job.obstacle
         if elastic is not None:
             elastic.poll(job.nodes, time.monotonic())

@@ -22,6 +22,12 @@ def announce_run(run: RunRef) -> None:
     logging.getLogger(PROGRESS_LOGGER).info("run %s", run.run_id, extra={"run": run})
 
 
+def announce_obstacle(sentence: str) -> None:
+    """Announce, as a warning, what keeps a run from going on, or from being shown."""
+    get_run_logger().warning(sentence)
+    logging.getLogger(PROGRESS_LOGGER).warning(sentence)
+
+
 class ManifestWatch:
     """Poller that announces the manifests of a run as any process commits them."""
 
@@ -51,7 +57,7 @@ class ManifestWatch:
         except OSError:
             raise
         except (RollError, KeyError, ValueError) as error:
-            get_run_logger().warning("iteration %d is committed, but cannot be shown: %s", self._next, one_line(error))
+            announce_obstacle(f"iteration {self._next} is committed, but cannot be shown: {one_line(error)}")
             return True
 
     def _announce(self, manifest: Manifest) -> None:

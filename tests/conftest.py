@@ -20,7 +20,6 @@ GROUPS = {
         "tests/integration/test_deployment.py",
         "tests/integration/test_elastic.py",
         "tests/integration/test_slurm.py",
-        "tests/integration/test_slurm_troubles.py",
     ),
     "ranks": (
         "tests/contracts/test_lora.py",

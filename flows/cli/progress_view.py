@@ -49,7 +49,8 @@ class LastingConsole(Console):
 
 
 class RunView(logging.Handler):
-    """Log handler that draws the records of the progress logger: the opened run and its committed manifests."""
+    """Log handler that draws the records of the progress logger: the opened run, its committed manifests, and what it
+    waits for."""
 
     def __init__(self, config: RunConfig, console: Console):
         super().__init__()
@@ -75,6 +76,8 @@ class RunView(logging.Handler):
         manifest: Manifest | None = record.__dict__.get("manifest")
         if manifest is not None:
             self._print_row(manifest)
+        if record.levelno >= logging.WARNING:
+            self.progress.console.print(record.getMessage(), style="yellow", highlight=False, markup=False, soft_wrap=True)
         run: RunRef | None = record.__dict__.get("run")
         if run is not None:
             self.run = run

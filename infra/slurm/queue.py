@@ -6,7 +6,6 @@ container there may be no SLURM commands at all: a node then knows its address a
 """
 
 import contextlib
-import logging
 import os
 import re
 import signal
@@ -49,8 +48,6 @@ CONTROLLER_AWAY_S = 24 * 3600.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
 """Seconds between two questions to a controller that is away: at first, and at most. Each pause is twice the one before."""
 
-log = logging.getLogger(__name__)
-
 
 class SlurmUnavailable(RollError):
     """SLURM's controller did not reply in time, or refused the command."""
@@ -66,10 +63,11 @@ class SlurmRefused(UserError):
     """SLURM refused a job because of what it requests. The message names the config keys."""
 
 
-def wait_for_controller(query: Callable[[], T]) -> T:
+def wait_for_controller(query: Callable[[], T], notify: Callable[[str], None]) -> T:
     """Return the result of a query. While the controller is away, ask again with growing pauses, for CONTROLLER_AWAY_S.
 
-    Nothing is lost meanwhile: what runs goes on running, and what is committed is in the store.
+    `notify` gets one sentence when the wait begins. Nothing is lost meanwhile: what runs goes on running, and what is
+    committed is in the store.
     """
     ends_at, pause_s = time.monotonic() + CONTROLLER_AWAY_S, FIRST_PAUSE_S
     while True:
@@ -81,7 +79,7 @@ def wait_for_controller(query: Callable[[], T]) -> T:
             if time.monotonic() + pause_s > ends_at:
                 raise
             if pause_s == FIRST_PAUSE_S:
-                log.warning("SLURM does not answer (%s): the run waits for it, up to %d h", error, CONTROLLER_AWAY_S / 3600)
+                notify(f"SLURM does not answer ({error}): the run waits for it, up to {CONTROLLER_AWAY_S / 3600:.0f} h")
         time.sleep(pause_s)
         pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
 

@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 from roll_core.types.manifest import Manifest
 from tests.chaos.outcomes import differences
 from tests.integration.conftest import ROLL, SharedRay, Workspace, settings
-from tests.slurm_cluster import SlurmCluster
+from tests.slurm_cluster import SlurmCluster, find_program
 from tests.support import ROOT, patience, wait_until
 
 LONG_S = 550.0
@@ -112,6 +113,14 @@ class Site(Workspace):
 def site(slurm, new_workspace, shared_ray) -> Site:
     workspace = new_workspace("site")
     return Site(workspace.folder, workspace.environment, shared_ray, slurm)
+
+
+@pytest.fixture
+def five_nodes(tmp_path_factory, new_workspace, shared_ray) -> Iterator[Site]:
+    """Site with a cluster of its own, of five nodes."""
+    workspace = new_workspace("five-nodes")
+    with SlurmCluster(tmp_path_factory.mktemp("five"), num_nodes=5, name="five") as cluster:
+        yield Site(workspace.folder, workspace.environment, shared_ray, cluster)
 
 
 @pytest.fixture(scope="module")
@@ -273,3 +282,82 @@ def test_scripts_of_two_runs_share_a_node_and_one_that_was_cancelled_continues_w
         site.wait_for_job(job, "COMPLETED")
     assert differences(unbroken, site.chain("generated")) == ()
     assert differences(unbroken, site.chain("stopped")) == ()
+
+
+class Output:
+    """Output of a command, collected while it runs. The command is killed at the end of the block, should it still run."""
+
+    def __init__(self, process: subprocess.Popen[str]):
+        self._process = process
+        self._lines: list[str] = []
+        self._reader = threading.Thread(target=lambda: self._lines.extend(process.stdout or ()), daemon=True)
+
+    def __enter__(self) -> "Output":
+        self._reader.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    @property
+    def text(self) -> str:
+        return "".join(self._lines)
+
+    def wait_for(self, words: str) -> None:
+        wait_until(lambda: words in self.text, f"the command says '{words}'", LONG_S)
+
+
+def kill_controller_at_next_sbatch(site: Site, folder: Path) -> Path:
+    """Give a site an sbatch that first kills the controller if a marker file is there; return the path of the marker."""
+    marker, sbatch = folder / "kill-the-controller", folder / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    script = (
+        f'if [ -e {marker} ]; then rm {marker}; kill -9 {site.slurm.controller_pid}; fi; exec {find_program("sbatch")} "$@"'
+    )
+    sbatch.write_text(f"#!/bin/bash\n{script}\n")
+    sbatch.chmod(0o755)
+    site.environment["PATH"] = f"{sbatch.parent}{os.pathsep}{site.environment['PATH']}"
+    return marker
+
+
+@pytest.mark.exhaustive
+def test_a_run_survives_a_preempted_start_a_requeue_hold_a_drained_node_and_a_controller_that_dies_between_legs(
+    five_nodes, tmp_path
+):
+    """`legs.max_failures` is 0: one of these troubles, taken for a failure of the run, would end it."""
+    site, slurm, run_id = five_nodes, five_nodes.slurm, "troubled-1"
+    unbroken = site.train("name=whole", *HERE, config=site.site)
+    leg_folder = site.folder / f"roll-data/work/{run_id}/leg-1"
+    marker = kill_controller_at_next_sbatch(site, tmp_path)
+
+    flow = site.begin("troubled", config=site.slow)
+    with Output(flow) as output:
+        wait_until(lambda: bool(list(leg_folder.glob("ray-*.token"))), "leg 1 starts Ray and its driver", LONG_S)
+        assert site.chain(run_id) == []
+        with site.preempting(f"--nodes={len(slurm.nodes)}"):
+            pass
+
+        site.wait_for_iteration(2, run_id)
+        job = slurm.jobs()[0]
+        slurm.command("scontrol", "requeuehold", job)
+        output.wait_for(f"release it with: scontrol release {job}")
+        held_at = site.chain(run_id)[-1].iteration
+        slurm.command("scontrol", "release", job)
+
+        site.wait_for_iteration(held_at + 2, run_id)
+        drained = slurm.fields(job)["BatchHost"]
+        slurm.command("scontrol", "update", f"NodeName={drained}", "State=DRAIN", "Reason=test")
+        marker.touch()
+        slurm.command("scancel", "--signal=USR2", job)
+        output.wait_for("SLURM does not answer")
+        assert not marker.exists()
+        slurm.lose_controller()
+        left_at = site.chain(run_id)[-1].iteration
+        slurm.start_controller()
+        assert flow.wait(patience(LONG_S)) == 0, output.text
+
+    chain = site.chain(run_id)
+    assert differences(unbroken, chain) == ()
+    assert drained not in {node for manifest in chain[left_at + 1 :] for node in manifest.nodes}
+    assert slurm.jobs() == []

@@ -16,8 +16,10 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
+from rich.console import Console
 
 from flows import cli
+from flows.cli.progress_view import live_view
 from infra.slurm import node, queue
 from infra.slurm.launcher import LegRequest
 from infra.slurm.node import NodeReport, TaskIdentity
@@ -25,8 +27,8 @@ from infra.slurm.queue import EndTime, JobState, SlurmMissing, SlurmRefused, Slu
 from infra.slurm.slurm import SlurmLauncher, SlurmLegJob, read_end, submission_error
 from roll_core.config.operations.legs import SlurmLauncherConfig
 from roll_core.types.leg import LegAllocation, LegEnding
-from tasks import legs
-from tests.support import ROOT
+from tasks import legs, progress
+from tests.support import ROOT, tiny_config
 
 REQUEST = LegRequest("tiny-1.leg-2", Path("leg-2"), 1, 1, 0, 60)
 HELD = JobState("PENDING", "JobHeldUser")
@@ -188,11 +190,18 @@ class NoManifests:
         pass
 
 
+def test_what_a_run_waits_for_is_printed_by_the_command_that_follows_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(progress, "get_run_logger", lambda: logging.getLogger("flow"))
+    with open(tmp_path / "terminal", "w") as terminal, live_view(tiny_config(tmp_path), Console(file=terminal)):
+        progress.announce_obstacle("job 12 is held")
+    assert (tmp_path / "terminal").read_text().splitlines()[0] == "job 12 is held"
+
+
 def test_a_flow_says_once_that_the_job_of_its_leg_is_held(monkeypatch, caplog):
-    monkeypatch.setattr(legs, "get_run_logger", lambda: logging.getLogger("flow"))
+    monkeypatch.setattr(progress, "get_run_logger", lambda: logging.getLogger("flow"))
     job = QueuedJob([JobState("RUNNING"), HELD, HELD, JobState("RUNNING"), HELD, JobState("COMPLETED")])
     legs.wait_for_end(job, NoManifests(), None)  # type: ignore[arg-type]
-    assert caplog.messages == ["leg waits: job 12 is held"] * 2
+    assert [record.message for record in caplog.records if record.name == "flow"] == ["job 12 is held"] * 2
 
 
 @pytest.mark.parametrize(("restarts", "is_taken"), [("1", False), ("0", True)])
@@ -216,7 +225,7 @@ def no_pauses(monkeypatch) -> list[float]:
     return pauses
 
 
-def test_a_controller_that_is_away_between_two_legs_is_waited_for(no_pauses, caplog):
+def test_a_controller_that_is_away_between_two_legs_is_waited_for(no_pauses):
     answers: list[Exception | str] = [SlurmUnavailable("squeue: timed out")] * 9 + ["the job"]
 
     def ask() -> str:
@@ -225,9 +234,10 @@ def test_a_controller_that_is_away_between_two_legs_is_waited_for(no_pauses, cap
             raise answer
         return answer
 
-    assert queue.wait_for_controller(ask) == "the job"
+    said: list[str] = []
+    assert queue.wait_for_controller(ask, said.append) == "the job"
     assert no_pauses == [2, 4, 8, 16, 32, 60, 60, 60, 60]
-    assert caplog.messages == ["SLURM does not answer (squeue: timed out): the run waits for it, up to 24 h"]
+    assert said == ["SLURM does not answer (squeue: timed out): the run waits for it, up to 24 h"]
 
 
 def test_a_controller_that_stays_away_is_given_up_after_a_day(no_pauses):
@@ -235,7 +245,7 @@ def test_a_controller_that_stays_away_is_given_up_after_a_day(no_pauses):
         raise SlurmUnavailable("squeue: timed out")
 
     with pytest.raises(SlurmUnavailable):
-        queue.wait_for_controller(ask)
+        queue.wait_for_controller(ask, print)
     assert 23 * 3600 < sum(no_pauses) <= 24 * 3600
 
 
@@ -245,7 +255,7 @@ def test_what_no_wait_can_mend_is_not_waited_for(no_pauses, error):
         raise error
 
     with pytest.raises(type(error)):
-        queue.wait_for_controller(ask)
+        queue.wait_for_controller(ask, print)
     assert no_pauses == []
 
 
@@ -265,7 +275,8 @@ def test_a_leg_that_was_submitted_although_the_answer_was_lost_is_not_submitted_
         def attach(self, job_id: str, folder: Path) -> str:
             return job_id
 
-    found = queue.wait_for_controller(lambda: legs.adopt_or_submit(LosingLauncher(), REQUEST, print))  # type: ignore[arg-type]
+    launcher = LosingLauncher()
+    found = queue.wait_for_controller(lambda: legs.adopt_or_submit(launcher, REQUEST, print), print)  # type: ignore[arg-type]
     assert (found, submitted) == ("12", [REQUEST.name])
 
 
