@@ -21,7 +21,7 @@ from prefect.cache_policies import INPUTS, NO_CACHE, TASK_SOURCE
 from roll_core.errors import FailureClass, RollError, classify, one_line
 from roll_core.reporting.stage_log import iteration_in
 from roll_core.retries import backoff_delays
-from roll_core.types.manifest import Receipt
+from roll_core.types.manifest import Receipt, Updated
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -119,7 +119,8 @@ def _logged(run_name: str, function: Callable[P, R]) -> Callable[P, R]:
         name = run_name.format(**arguments)
         with arguments[SERVICES_PARAMETER].stage_log.stage(name) as metrics:
             result = function(*args, **kwargs)
-            if isinstance(result, Receipt) and iteration_in(name) is None:
+            # The metrics of a warm start, which has an Updated, are in the manifest of iteration 0.
+            if isinstance(result, Receipt) and not isinstance(result, Updated) and iteration_in(name) is None:
                 metrics |= result.metrics
             return result
 

@@ -95,7 +95,7 @@ def test_sigterm_says_how_to_go_on_and_leaves_no_running_flow_run(workspace):
     assert set(workspace.flow_states()) <= {"Crashed", "Cancelled"}
 
 
-def test_the_flow_run_and_the_leg_of_a_killed_command_are_crashed_at_the_next_look(workspace, monkeypatch):
+def test_the_flow_run_and_the_leg_of_a_killed_command_are_crashed_at_the_next_look(workspace, api, monkeypatch):
     long = settings(*REHEARSED, "iterations=500", "inference.seconds_per_token=0.3")
     process = workspace.start("run", str(workspace.config), *long)
     workspace.wait_for_iteration(1)

@@ -99,4 +99,4 @@ def test_runs_and_show_read_the_store(finished):
     assert "finished" in listed
     shown = workspace.printed("show", "quickstart-1")
     assert f"in {ITERATIONS} iterations" in shown
-    assert "leg 1: recover/replayed_iterations 0, recover/exact 1" in shown
+    assert "recover/replayed_iterations 0, recover/exact 1" in shown
