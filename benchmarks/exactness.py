@@ -4,8 +4,8 @@
 
 Needs a CPU only. Loads the same checkpoint of the quickstart's model before each repeat, updates policy and critic on the
 same random trajectories, and counts the different weights that come out: 1 is exact. With --off
-`training.deterministic` is false. Then times the update with and without deterministic algorithms, alone; prints the fastest
-of the repeats, which other processes disturbed least.
+`training.deterministic` is false. Also measures the update with and without deterministic algorithms, alone: CPU seconds of
+the cheapest repeat, which depend little on the load of the machine.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -23,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.loss_cost import fastest, random_trajectories
+from benchmarks.loss_cost import random_trajectories
 from benchmarks.roll_runs import REPOSITORY, machine_load
 from roll_core.config.load import load_config
 from roll_core.config.run import RunConfig
@@ -76,8 +77,8 @@ def busy_processes(count: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Repeated:
-    """Outcome of a repeated update: how often each digest of the weights came out, and seconds of the fastest update, alone,
-    without and with deterministic algorithms."""
+    """Outcome of a repeated update: how often each digest of the weights came out, and CPU seconds of the cheapest update,
+    alone, without and with deterministic algorithms."""
 
     outcomes: Counter[str]
     seconds_off: float
@@ -107,13 +108,23 @@ def _repeat_here(measured: Repetition) -> Repeated:
     torch.set_num_threads(measured.num_threads)
     with tempfile.TemporaryDirectory() as folder:
         update = build_update(update_config(measured.num_groups), Path(folder))
-        seconds_off = fastest(update, measured.timed) if measured.timed else 0.0
+        seconds_off = _cpu_seconds(update, measured.timed)
         if measured.deterministic:
             make_deterministic()
         with busy_processes(measured.busy):
             outcomes = Counter(update() for _ in range(measured.repeats))
         make_deterministic()
-        return Repeated(outcomes, seconds_off, fastest(update, measured.timed) if measured.timed else 0.0)
+        return Repeated(outcomes, seconds_off, _cpu_seconds(update, measured.timed))
+
+
+def _cpu_seconds(update: Callable[[], str], repeats: int) -> float:
+    """CPU seconds of the cheapest of several updates; 0 without repeats."""
+    used = []
+    for _ in range(repeats):
+        start = time.process_time()
+        update()
+        used.append(time.process_time() - start)
+    return min(used, default=0.0)
 
 
 def main() -> None:
@@ -133,7 +144,7 @@ def main() -> None:
         print(
             f"{num_threads} thread(s): {len(found.outcomes)} different weights, {others} of {options.repeats} repeats differ"
         )
-        print(f"  an update, alone: {found.seconds_off * 1e3:.0f} ms, deterministic {found.seconds_on * 1e3:.0f} ms")
+        print(f"  CPU time of an update: {found.seconds_off * 1e3:.0f} ms, deterministic {found.seconds_on * 1e3:.0f} ms")
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ SAMPLES = random_samples(8)
 BATCH = cut(SAMPLES, PackingLimits(4096, 128, Packing.SHARED_PROMPTS), random_tokens(SAMPLES))[0]
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("repeats", "num_groups"), [(10, 4), pytest.param(500, 32, marks=pytest.mark.exhaustive)], ids=["few", "many"]
-)
+MANY_REPEATS = [pytest.param(num_threads, 500, 32, marks=pytest.mark.exhaustive) for num_threads in (1, 2, 4)]
+
+
+@pytest.mark.parametrize(("num_threads", "repeats", "num_groups"), [(2, 20, 4), *MANY_REPEATS])
 def test_a_repeated_update_gives_the_same_weights_beside_busy_processes(num_threads, repeats, num_groups):
     found = repeat_update(Repetition(num_threads, repeats, num_groups=num_groups, timed=0))
     assert list(found.outcomes.values()) == [repeats]
