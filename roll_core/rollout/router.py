@@ -330,6 +330,9 @@ class GraderPool:
         """Trajectories that a grader died with. They are graded one at a time."""
         self._suspect: GradingItem | None = None
         """Suspect that is being graded."""
+        self._lost_with: dict[str, set[tuple[str, str]]] = {}
+        """Answers that each dead grader had, by its name, until it has a successor. A death counts once for an answer, even
+        if several calls had it."""
         self._calls = _Calls()
 
     @property
@@ -340,6 +343,7 @@ class GraderPool:
     def add_grader(self, grader: GraderClient) -> None:
         """Add a new grader, or the successor of a dead one of the same name."""
         self._graders[grader.name] = self._alive[grader.name] = grader
+        self._lost_with.pop(grader.name, None)
 
     def send(self, items: list[GradingItem]) -> None:
         """Split the items evenly over the graders, round robin; those that a grader died with are graded one at a time."""
@@ -390,7 +394,7 @@ class GraderPool:
             if self._graders[grader.name] is grader:
                 self._dead_roles.record(grader.name, error)
                 self._alive.pop(grader.name, None)
-            self._dead_roles.graders_lost.update({_key(item) for item in lost})
+                self._count_loss(grader.name, {_key(item) for item in lost})
             lost = self._without_fatal(lost)
             self._suspects = deque(self._without_fatal(list(self._suspects)))
         if not self._alive:
@@ -399,6 +403,12 @@ class GraderPool:
         self._emit(GradingFailed(lost, error))
         for item in pending.values():
             self._no_longer_suspect(item)
+
+    def _count_loss(self, name: str, keys: set[tuple[str, str]]) -> None:
+        """Count the death of a grader against answers that it had."""
+        counted = self._lost_with.setdefault(name, set())
+        self._dead_roles.graders_lost.update(keys - counted)
+        counted |= keys
 
     def _without_fatal(self, items: list[GradingItem]) -> list[GradingItem]:
         """Report the grades of answers that too many graders died with as failed; return the other items."""

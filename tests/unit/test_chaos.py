@@ -44,7 +44,7 @@ def stages_of_ten_iterations() -> list[StageEvent]:
 
 def manifest(iteration: int, **changes) -> Manifest:
     request = CollectRequest(iteration=iteration, parent="", weights_version=0, first_problem=0, num_groups=1)
-    rollouts = ArtifactRef(kind=ArtifactKind.TRAJECTORIES, digest="9f86", size=1)
+    rollouts = ArtifactRef(kind=ArtifactKind.TRAJECTORIES, digest="9f86" * 16, size=1)
     fields = {
         "run_id": "tiny-1",
         "iteration": iteration,
@@ -61,7 +61,7 @@ def manifest(iteration: int, **changes) -> Manifest:
             num_failed=0,
             num_tokens=9,
             draws=Draws(first=0, outcomes="t"),
-            trace=ArtifactRef(kind=ArtifactKind.TRACE, digest="8e35", size=1),
+            trace=ArtifactRef(kind=ArtifactKind.TRACE, digest="8e35" * 16, size=1),
         ),
         "evaluated": None,
         "metrics": {"update/loss": 0.25, "throughput/tokens_per_second": 10.0},
@@ -122,7 +122,7 @@ def test_runs_that_differ_in_legs_and_times_alone_are_equal():
         ({"weights_digest": "77d1"}, "iteration 1: weights digest is 77d1, unbroken 77d0"),
         ({"metrics": {"update/loss": 0.25 + 2**-54}}, "iteration 1: update/loss is 0.25000000000000006, unbroken 0.25"),
         ({"metrics": {}}, "iteration 1: update/loss is None, unbroken 0.25"),
-        ({"collected": None}, "iteration 1: trajectories digest is , unbroken 9f86"),
+        ({"collected": None}, f"iteration 1: trajectories digest is , unbroken {'9f86' * 16}"),
     ],
 )
 def test_the_smallest_difference_is_named(changed, sentence):

@@ -155,9 +155,10 @@ def test_held_out_accuracy_counts_failed_grades_as_wrong_and_is_the_same_without
 
 def test_before_a_start_only_problems_of_which_none_can_be_posed_are_refused(tmp_path, caplog):
     def config(text: str):
-        rows = tmp_path / "rows.jsonl"
+        rows, train = tmp_path / "rows.jsonl", tmp_path / "train.jsonl"
         rows.write_text("".join(f'{{"prompt": "{row}", "answer": "1"}}\n' for row in ("12", text)))
-        problems = {"kind": "jsonl", "train": str(rows), "held_out": str(rows)}
+        train.write_text('{"prompt": "34", "answer": "1"}\n')
+        problems = {"kind": "jsonl", "train": str(train), "held_out": str(rows)}
         return tiny_config(tmp_path, problems=problems, evaluation={"num_problems": 2})
 
     check_prompts(config(LONG))

@@ -16,12 +16,12 @@ REQUEST = CollectRequest(iteration=3, parent="", weights_version=2, first_proble
 def collected(outcomes: str) -> Collected:
     return Collected(
         request=REQUEST,
-        trajectories=ArtifactRef(digest="", kind=ArtifactKind.TRAJECTORIES, size=0),
+        trajectories=ArtifactRef(digest="0" * 64, kind=ArtifactKind.TRAJECTORIES, size=0),
         num_trajectories=0,
         num_failed=0,
         num_tokens=0,
         draws=Draws(first=8, outcomes=outcomes),
-        trace=ArtifactRef(digest="", kind=ArtifactKind.TRACE, size=0),
+        trace=ArtifactRef(digest="0" * 64, kind=ArtifactKind.TRACE, size=0),
     )
 
 

@@ -21,7 +21,6 @@ from roll_core.types.leg import LegEnded, LegEnding
 from roll_core.types.refs import RunRef
 from tasks.leg_time import SHUTDOWN_S, LegTime, p95
 from tasks.legs import leg_failed, read_ending
-from tasks.progress import ManifestWatch
 from tasks.services import _lease, record_node_failures, run_dir
 from tests.support import tiny_config
 
@@ -185,7 +184,6 @@ def test_a_damaged_manifest_does_not_replace_the_cause_of_a_leg(tmp_path):
         read_chain(ObjectStore(config.store.uri), run.run_id)
     failed = leg_failed(run, 1, RoleDied("engine 0 died"))
     assert (failed.cause, failed.last_iteration) == ("engine 0 died", 0), "the listing suffices"
-    ManifestWatch(run, next_iteration=0).poll()
 
 
 def test_a_store_that_is_away_does_not_fail_the_record_of_a_failed_node(tmp_path, caplog):

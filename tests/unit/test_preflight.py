@@ -75,7 +75,7 @@ def test_the_checks_of_a_large_run_take_no_longer(tmp_path, section, values):
 def test_puzzles_that_are_too_long_are_refused_after_the_first(tmp_path):
     problems = {"kind": "arithmetic", "digits": 1000}
     said = refusal_of(tiny_config(tmp_path, problems=problems, evaluation={"num_problems": 1_000_000}))
-    assert "model.max_positions (32) is too small for problem sort/held-out/0: its prompt has 1001 tokens" in said
+    assert "problem sort/held-out/0: prompt too long: 1001 tokens of 27 allowed (model.max_positions 32 less" in said
 
 
 def test_a_held_out_file_that_repeats_the_training_file_is_refused(tmp_path):

@@ -183,7 +183,7 @@ def test_the_page_and_the_sentence_say_why():
 
 
 def manifest(iteration: int, reward: float, wall: float, accuracy: float | None) -> Manifest:
-    artifact = ArtifactRef(kind=ArtifactKind.TRAJECTORIES, digest="9f86", size=1)
+    artifact = ArtifactRef(kind=ArtifactKind.TRAJECTORIES, digest="9f86" * 16, size=1)
     request = CollectRequest(iteration=iteration, parent="", weights_version=0, first_problem=0, num_groups=1)
     collected = Collected(
         request=request,

@@ -33,8 +33,8 @@ def test_a_trace_survives_parquet_and_gives_the_same_bytes_again():
 
 
 def test_a_manifest_names_its_rollouts_and_their_trace():
-    rollouts = ArtifactRef(kind=ArtifactKind.TRAJECTORIES, digest="a1", size=1)
-    trace = ArtifactRef(kind=ArtifactKind.TRACE, digest="b2", size=2)
+    rollouts = ArtifactRef(kind=ArtifactKind.TRAJECTORIES, digest="a1" * 32, size=1)
+    trace = ArtifactRef(kind=ArtifactKind.TRACE, digest="b2" * 32, size=2)
     collected = Collected(
         request=CollectRequest(iteration=1, parent="", weights_version=0, first_problem=0, num_groups=1),
         trajectories=rollouts,
