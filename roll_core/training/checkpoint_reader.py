@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from roll_core.errors import ArtifactDamaged, RollError, one_line
@@ -35,10 +35,19 @@ ALLOWED_NAMES = {
 """Modules and names that the metadata of a checkpoint may refer to, besides dtypes of torch."""
 
 
+def _memory_format(owner: object, name: str) -> Any:
+    """Member of torch's enum of memory formats. Python 3.11.0 to 3.11.3 pickles it as getattr(enum, name)."""
+    if owner is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise pickle.UnpicklingError("it names builtins.getattr")
+    return _MEM_FORMAT_ENCODING[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Unpickler that finds the allowed names only."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in ALLOWED_NAMES:
             raise pickle.UnpicklingError(f"it names {module}.{name}")

@@ -23,14 +23,17 @@ def test_every_trajectory_of_a_run_is_graded(workspace, overrides, reward):
 
 def test_a_long_prompt_and_an_answer_that_kills_its_reward_worker_cost_a_sample_each(workspace):
     """Five rows, one too long and one deadly: the long one is replaced, and the deadly attempt counts as failed."""
-    rows = workspace.folder / "rows.jsonl"
-    prompts = ["21>", "43>", "65>", "87>", "1" * 30]
-    rows.write_text("".join(f'{{"prompt": "{prompt}", "answer": "{prompt[:2]}"}}\n' for prompt in prompts))
+    rows, held_out = workspace.folder / "rows.jsonl", workspace.folder / "held_out.jsonl"
+    for file, prompts in {
+        rows: ["21>", "43>", "65>", "87>", "1" * 30],
+        held_out: ["31>", "53>", "75>", "97>", "2" * 30],
+    }.items():
+        file.write_text("".join(f'{{"prompt": "{prompt}", "answer": "{prompt[:2]}"}}\n' for prompt in prompts))
     with pytest.MonkeyPatch.context() as patch:
         use(patch, DeadlyReward)
         chain = workspace.train(
             *REHEARSED,
-            f"problems={{kind: jsonl, train: {rows}, held_out: {rows}}}",
+            f"problems={{kind: jsonl, train: {rows}, held_out: {held_out}}}",
             "evaluation={num_problems: 5, every: 1}",
             *("iterations=1", "warm_start=null", "checkpoint.export_at_end=false"),
         )

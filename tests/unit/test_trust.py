@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from pydantic import ValidationError
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from flows.cli import main as roll
 from roll_core.config.run import ForkedFrom
@@ -69,6 +70,30 @@ def test_metadata_may_name_the_classes_of_metadata_only(tmp_path, name):
     module, _, attribute = name.rpartition(".")
     (tmp_path / ".metadata").write_bytes(f"c{module}\n{attribute}\n.".encode())
     with pytest.raises(ArtifactDamaged, match=f"it names {name}"):
+        read_metadata(tmp_path / ".metadata")
+
+
+class Attribute:
+    """Object whose pickle is an attribute of another object, as Python 3.11.2 pickles members of an enum."""
+
+    def __init__(self, owner: object, name: str):
+        self._reduced = getattr, (owner, name)
+
+    def __reduce__(self):
+        return self._reduced
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "reason"),
+    [
+        (_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT", "it is not the metadata of a checkpoint"),
+        (_MEM_FORMAT_ENCODING, "__class__", "it names builtins.getattr"),
+        (Metadata, "__init__", "it names builtins.getattr"),
+    ],
+)
+def test_of_all_attributes_metadata_may_name_memory_formats_only(tmp_path, owner, name, reason):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Attribute(owner, name)))
+    with pytest.raises(ArtifactDamaged, match=reason):
         read_metadata(tmp_path / ".metadata")
 
 
