@@ -28,7 +28,8 @@ from roll_core.config.optimizer import OptimizerConfig
 from roll_core.config.run import RunConfig
 from roll_core.config.training.training import Precision
 from roll_core.data.problem_source import build_source
-from roll_core.rewards.base import Reward, build_reward
+from roll_core.rewards.base import Reward
+from roll_core.rewards.build import build_reward
 from roll_core.rollout.renderer import build_renderer
 from roll_core.training.schedule import learning_rate_at
 from roll_core.types.refs import Record

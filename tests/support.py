@@ -127,9 +127,9 @@ def free_ports(count: int) -> list[int]:
 
 def grades_of(grader: Grader, items: list[GradingItem]) -> list[Grade]:
     """Grades that a grader returns, in the order of the items."""
+    return asyncio.run(grades_in_order(grader, items))
 
-    async def grade() -> dict[int, Grade]:
-        return {index: grade async for grades in grader.grade(items) for index, grade in grades}
 
-    grades = asyncio.run(grade())
+async def grades_in_order(grader: Grader, items: list[GradingItem]) -> list[Grade]:
+    grades = {index: grade async for grades in grader.grade(items) for index, grade in grades}
     return [grades[index] for index in range(len(items))]

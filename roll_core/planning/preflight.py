@@ -28,7 +28,7 @@ from roll_core.planning.fits import check_memory
 from roll_core.planning.layout_checks import check_divides
 from roll_core.planning.memory import device_memory_gb
 from roll_core.planning.model_shape import shape_of
-from roll_core.rewards.base import build_reward
+from roll_core.rewards.build import build_reward
 from roll_core.rollout.filter import build_filter
 from roll_core.rollout.posing import PromptRoom, pose
 from roll_core.rollout.renderer import ChatTemplateRenderer, Renderer, build_renderer

@@ -1,12 +1,7 @@
-"""Protocol of rewards, and the reward that a config selects. Reward workers use it."""
+"""Protocol of rewards, which reward workers call."""
 
 from typing import Protocol
 
-from roll_core.config.rewards import ExactMatch, MathVerify, NumberMatch, ReasoningGym, RewardConfig
-from roll_core.rewards.exact_match import ExactMatchReward
-from roll_core.rewards.math_verify import MathVerifyReward
-from roll_core.rewards.number_match import NumberMatchReward
-from roll_core.rewards.reasoning_gym import ReasoningGymReward
 from roll_core.types.trajectory import Problem, Score, Trajectory
 
 
@@ -17,15 +12,6 @@ class Reward(Protocol):
         """Grade one trajectory, or raise RewardError."""
         ...
 
-
-def build_reward(config: RewardConfig) -> Reward:
-    """Build the reward that a config selects."""
-    match config:
-        case ExactMatch():
-            return ExactMatchReward(config.partial_credit)
-        case NumberMatch():
-            return NumberMatchReward(config.tolerance)
-        case MathVerify():
-            return MathVerifyReward(config)
-        case ReasoningGym():
-            return ReasoningGymReward(config)
+    async def close(self) -> None:
+        """End what the reward started; most rewards start nothing."""
+        return

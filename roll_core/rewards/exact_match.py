@@ -1,9 +1,10 @@
 """Reward for the exact answer, with optional partial credit for matching characters."""
 
+from roll_core.rewards.base import Reward
 from roll_core.types.trajectory import Problem, Score, Trajectory
 
 
-class ExactMatchReward:
+class ExactMatchReward(Reward):
     """Reward of 1 for the exact answer; `partial_credit` (0 to 1) is the weight of the share of matching characters."""
 
     def __init__(self, partial_credit: float):

@@ -4,6 +4,7 @@ import logging
 
 from roll_core.config.rewards import MathVerify
 from roll_core.extras import Extra, require
+from roll_core.rewards.base import Reward
 from roll_core.rewards.subprocess_grader import GradeFunction, SubprocessGrader
 from roll_core.types.trajectory import Problem, Score, Trajectory
 
@@ -11,7 +12,7 @@ NO_TIMEOUT = 0
 """Timeout for Math-Verify that disables its own, which uses signals: the subprocess has a deadline."""
 
 
-class MathVerifyReward:
+class MathVerifyReward(Reward):
     """Reward of 1 if the answer equals the expected one mathematically."""
 
     def __init__(self, config: MathVerify):
@@ -20,6 +21,9 @@ class MathVerifyReward:
 
     async def __call__(self, problem: Problem, trajectory: Trajectory) -> Score:
         return await self._grader.grade(problem, {"expected": problem.answer, "given": trajectory.turns[-1].text})
+
+    async def close(self) -> None:
+        await self._grader.close()
 
 
 def load_grader() -> GradeFunction:

@@ -3,13 +3,14 @@
 import re
 
 from roll_core.errors import RewardError
+from roll_core.rewards.base import Reward
 from roll_core.types.trajectory import Problem, Score, Trajectory
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 """Decimal number, with optional thousands separators."""
 
 
-class NumberMatchReward:
+class NumberMatchReward(Reward):
     """Reward of 1 if the last number of the answer is within `tolerance` of the expected one."""
 
     def __init__(self, tolerance: float):

@@ -10,11 +10,12 @@ from roll_core.config.rewards import ReasoningGym
 from roll_core.data.reasoning_gym import generate_item, load_task
 from roll_core.errors import RewardError
 from roll_core.extras import Extra, require
+from roll_core.rewards.base import Reward
 from roll_core.rewards.subprocess_grader import GradeFunction, SubprocessGrader
 from roll_core.types.trajectory import Problem, Score, Trajectory
 
 
-class ReasoningGymReward:
+class ReasoningGymReward(Reward):
     """Reward of the problem's own Reasoning Gym scorer (0 to 1)."""
 
     def __init__(self, config: ReasoningGym):
@@ -27,6 +28,9 @@ class ReasoningGymReward:
             raise RewardError("reasoning_gym", problem.problem_id, "it is not a problem of Reasoning Gym")
         given = text_in_tag(trajectory.turns[-1].text, self._tag)
         return await self._grader.grade(problem, {"recipe": problem.recipe, "given": given})
+
+    async def close(self) -> None:
+        await self._grader.close()
 
 
 def text_in_tag(text: str, tag: str | None) -> str:

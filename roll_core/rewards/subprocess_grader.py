@@ -46,6 +46,8 @@ class SubprocessGrader:
         `load_grader`."""
         self._reward, self._module, self._config = reward, module, config
         self._idle: list[Process] = []
+        self._started: list[Process] = []
+        """Every process that was not seen to end."""
         self._slots = asyncio.Semaphore(config.processes)
 
     async def grade(self, problem: Problem, request: dict[str, str]) -> Score:
@@ -70,8 +72,17 @@ class SubprocessGrader:
             raise RewardError(self._reward, problem.problem_id, reply["failure"])
         return Score(reply["value"], reply["correct"])
 
+    async def close(self) -> None:
+        """End all subprocesses; what is being graded fails."""
+        for process in self._started:
+            _kill(process)
+            await process.wait()
+        self._started.clear()
+        self._idle.clear()
+
     async def _start(self) -> Process:
         """Start a subprocess and wait until its imports are done."""
+        self._started = [process for process in self._started if process.returncode is None]
         seconds = self._config.deadline_seconds + ORPHAN_SECONDS
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "roll_core.rewards.subprocess_grader", self._module, str(seconds)),
@@ -80,6 +91,7 @@ class SubprocessGrader:
             limit=MAX_LINE_BYTES,
             env=_environment(),
         )
+        self._started.append(process)
         assert process.stdout is not None
         try:
             started = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)

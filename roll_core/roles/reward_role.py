@@ -10,7 +10,7 @@ from roll_core.config.rewards import InProcessGrading
 from roll_core.config.run import RunConfig
 from roll_core.errors import FailureClass, RewardError, RewardUnavailable, classify
 from roll_core.retries import backoff_delays
-from roll_core.rewards.base import build_reward
+from roll_core.rewards.build import build_reward
 from roll_core.roles.process import freeze_garbage_collector
 from roll_core.rollout.router import Grade, GradingItem
 from roll_core.types.trajectory import Failure, Problem, Score, Trajectory
@@ -31,6 +31,10 @@ class RewardRole:
     async def start(self) -> None:
         """Exempt the loaded reward from garbage collection."""
         freeze_garbage_collector()
+
+    async def close(self) -> None:
+        """End what the reward started."""
+        await self._reward.close()
 
     async def ping(self) -> None:
         """Return at once: a worker that is blocked by a reward does not get here."""

@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Coroutine
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import pytest
 
@@ -13,15 +15,15 @@ from roll_core.config.problems import GymTask, ReasoningGymProblems
 from roll_core.config.rewards import MathVerify, ReasoningGym, SubprocessGrading
 from roll_core.data.reasoning_gym import ReasoningGymSource
 from roll_core.errors import FailureClass, RewardError, UserError, classify
-from roll_core.rewards.base import Reward, build_reward
+from roll_core.rewards.base import Reward
+from roll_core.rewards.build import build_reward
 from roll_core.rewards.reasoning_gym import text_in_tag
 from roll_core.rewards.subprocess_grader import ONE_THREAD, PASSED_ON, SubprocessGrader
 from roll_core.roles.reward_role import RewardRole
 from roll_core.types.trajectory import Failure, Message, Problem, Score, Speaker, Trajectory
-from tests.support import grades_of, tiny_config, trajectory
+from tests.support import grades_in_order, tiny_config, trajectory
 
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-"""Grader processes outlive the event loop of a test. In a run they end with their reward worker."""
+T = TypeVar("T")
 TOWER = "$9^{9^{9^{9^{9}}}}$"
 """Expression whose evaluation does not end."""
 
@@ -37,12 +39,20 @@ def answered_with(text: str) -> Trajectory:
 
 
 def grade_all(reward: Reward, *items: tuple[Problem, str]) -> list[Score | BaseException]:
-    """Grade all answers concurrently in one event loop, as a reward worker does."""
+    """Grade all answers concurrently in one event loop, as a reward worker does, then end the reward's processes."""
 
     async def grade() -> list[Score | BaseException]:
         return await asyncio.gather(*(reward(p, answered_with(text)) for p, text in items), return_exceptions=True)
 
-    return asyncio.run(grade())
+    return asyncio.run(closing(reward, grade()))
+
+
+async def closing(reward: Reward | RewardRole | SubprocessGrader, work: Coroutine[Any, Any, T]) -> T:
+    """Result of `work`, after the reward's processes have ended."""
+    try:
+        return await work
+    finally:
+        await reward.close()
 
 
 # -------------------------------------------------------------------------------------------------- Math-Verify
@@ -78,7 +88,7 @@ def test_in_the_reward_worker_a_late_answer_is_a_failure_and_never_a_zero(tmp_pa
     reward = {"kind": "math_verify", "deadline_seconds": 3.0}
     worker = RewardRole(tiny_config(tmp_path, reward=reward))
     items = [(problem("7"), answered_with("7")), (problem("7"), answered_with(TOWER)), (problem("7"), answered_with("8"))]
-    right, late, wrong = grades_of(worker, items)
+    right, late, wrong = asyncio.run(closing(worker, grades_in_order(worker, items)))
     assert (right, wrong) == (Score(1.0, True), Score(0.0, False))
     assert isinstance(late, Failure)
     assert "it took longer than reward.deadline_seconds (3)" in late.cause
@@ -116,7 +126,7 @@ def test_a_process_serves_many_answers_and_is_replaced_when_one_kills_it(grader)
                 found.append(error.cause)
         return found
 
-    first, same, full, still, dead, second, late, third = asyncio.run(grade_all_requests())
+    first, same, full, still, dead, second, late, third = asyncio.run(closing(grader, grade_all_requests()))
     assert first == same == still
     assert len({first, second, third}) == 3
     assert full == "MemoryError"
@@ -128,7 +138,7 @@ def test_a_grader_gets_no_keys_or_passwords_from_the_environment(grader, monkeyp
     for name in ("AWS_SECRET_ACCESS_KEY", "PREFECT_API_KEY", "MLFLOW_TRACKING_PASSWORD", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.setenv(name, "secret")
     with pytest.raises(RewardError) as raised:
-        asyncio.run(grader.grade(problem(""), {"do": "show"}))
+        asyncio.run(closing(grader, grader.grade(problem(""), {"do": "show"})))
     allowed = {*PASSED_ON, *ONE_THREAD, "PYTHONPATH", "LC_CTYPE"}  # Python sets LC_CTYPE itself
     assert set(raised.value.cause.removeprefix("ValueError: ").split()) <= allowed
 
@@ -140,7 +150,7 @@ def test_the_process_of_a_cancelled_request_is_replaced(grader):
             await asyncio.wait_for(grader.grade(problem(""), {"do": "hang"}), 0.05)
         return before.value, (await grader.grade(problem(""), {"do": "grade"})).value
 
-    before, after = asyncio.run(grade_around_a_cancellation())
+    before, after = asyncio.run(closing(grader, grade_around_a_cancellation()))
     assert before != after
 
 
@@ -155,7 +165,7 @@ def test_a_process_whose_reward_worker_is_gone_ends_by_itself(grader):
 def test_a_grader_that_does_not_start_counts_as_unavailable():
     grader = SubprocessGrader("theirs", "no_such_grader", SubprocessGrading())
     with pytest.raises(ConnectionError, match="the process of reward 'theirs' died while starting") as raised:
-        asyncio.run(grader.grade(problem(""), {}))
+        asyncio.run(closing(grader, grader.grade(problem(""), {})))
     assert classify(raised.value) is FailureClass.TRANSIENT
 
 
