@@ -32,6 +32,14 @@ class StoredRuns:
             chain.append(self._manifest(run_id, iteration, chain, accuracy))
             commit(self.store, chain[-1])
 
+    def write_tiny(self) -> None:
+        """Write the run tiny-1: iterations 0 to 4, a checkpoint of every second one, and an export of the last."""
+        run_id = self.open()
+        self.commit(run_id, 4)
+        for iteration in (0, 2, 4):
+            self.checkpoint(run_id, iteration)
+        self.export(run_id, 4)
+
     def checkpoint(self, run_id: str, iteration: int, weights: str = "") -> CheckpointRef:
         """Store and record a checkpoint of two files; the second is the same in all checkpoints of all runs.
 
@@ -69,21 +77,32 @@ class StoredRuns:
     def _manifest(self, run_id: str, iteration: int, chain: list[Manifest], accuracy: float | None) -> Manifest:
         rollouts = self.store.put(f"rollouts of {run_id} {iteration}".encode(), ArtifactKind.TRAJECTORIES)
         evaluated = Evaluated(weights_version=iteration, num_problems=8, accuracy=accuracy or 0.0, trajectories=rollouts)
-        return Manifest(
+        return bare_manifest(
+            iteration,
             run_id=run_id,
-            iteration=iteration,
             parent=record_digest(chain[-1]) if chain else NO_PARENT,
-            config_digest="",
-            leg=1,
-            weights_version=iteration,
             weights_digest=weights_digest(run_id, iteration),
-            next_problem=0,
-            collected=None,
             evaluated=None if accuracy is None else evaluated,
-            metrics={},
-            timings={},
-            committed_at="",
         )
+
+
+def bare_manifest(iteration: int, **values: Any) -> Manifest:
+    """Manifest of an iteration of the run tiny-1 in which nothing happened, except for `values`."""
+    nothing: dict[str, Any] = {
+        "run_id": "tiny-1",
+        "parent": "",
+        "config_digest": "",
+        "leg": 1,
+        "weights_version": iteration,
+        "weights_digest": "",
+        "next_problem": 0,
+        "collected": None,
+        "evaluated": None,
+        "metrics": {},
+        "timings": {},
+        "committed_at": "",
+    }
+    return Manifest(iteration=iteration, **nothing | values)
 
 
 def weights_digest(run_id: str, iteration: int) -> str:

@@ -36,11 +36,26 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class RemoteEngine:
-    """Client of an engine's actor. Methods raise RoleDied if the actor is dead."""
+class RemoteRole:
+    """Client of an actor that is pinged and, if it does not respond, killed. Methods raise RoleDied if it is dead."""
 
     name: str
     actor: ActorHandle
+
+    async def ping(self) -> None:
+        """Return once the actor responds: a reward worker does not while a reward blocks it."""
+        try:
+            await self.actor.ping.remote()
+        except ray.exceptions.RayActorError:
+            raise RoleDied(f"{self.name} died") from None
+
+    def kill(self) -> None:
+        """Kill the actor."""
+        ray.kill(self.actor)
+
+
+class RemoteEngine(RemoteRole):
+    """Client of an engine's actor."""
 
     async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
         """Generate completions of all requests; yield them in the order they finish, several at a time."""
@@ -61,24 +76,9 @@ class RemoteEngine:
         except ray.exceptions.RayActorError:
             raise RoleDied(f"{self.name} died while generating") from None
 
-    async def ping(self) -> None:
-        """Return once the engine responds."""
-        try:
-            await self.actor.ping.remote()
-        except ray.exceptions.RayActorError:
-            raise RoleDied(f"{self.name} died") from None
 
-    def kill(self) -> None:
-        """Kill the engine's actor."""
-        ray.kill(self.actor)
-
-
-@dataclass(frozen=True)
-class RemoteGrader:
-    """Client of a reward worker's actor. Methods raise RoleDied if the actor is dead."""
-
-    name: str
-    actor: ActorHandle
+class RemoteGrader(RemoteRole):
+    """Client of a reward worker's actor."""
 
     async def grade(self, items: list[GradingItem]) -> AsyncIterator[list[tuple[int, Grade]]]:
         """Yield (index of the item, its grade) as items are graded, several at a time."""
@@ -87,17 +87,6 @@ class RemoteGrader:
                 yield await graded
         except LOST_ROLE_ERRORS:
             raise RoleDied(f"{self.name} died while grading") from None
-
-    async def ping(self) -> None:
-        """Return once the reward worker responds: it does not while a reward blocks it."""
-        try:
-            await self.actor.ping.remote()
-        except ray.exceptions.RayActorError:
-            raise RoleDied(f"{self.name} died") from None
-
-    def kill(self) -> None:
-        """Kill the reward worker's actor."""
-        ray.kill(self.actor)
 
 
 class SchedulerRole:
@@ -258,10 +247,10 @@ class SchedulerRole:
         """Ping all engines and reward workers, four times per `deadlines.heartbeat`, for the life of the leg."""
         while True:
             await asyncio.sleep(self._config.deadlines.heartbeat / 4)
-            workers: list[RemoteEngine | RemoteGrader] = [*self._engines.values(), *self._graders.values()]
+            workers: list[RemoteRole] = [*self._engines.values(), *self._graders.values()]
             await asyncio.gather(*(self._kill_if_silent(worker) for worker in workers))
 
-    async def _kill_if_silent(self, worker: RemoteEngine | RemoteGrader) -> None:
+    async def _kill_if_silent(self, worker: RemoteRole) -> None:
         """Kill an engine or reward worker that does not reply within `deadlines.heartbeat` seconds. Its work then goes to
         others, as if it had died."""
         deadline_s = self._config.deadlines.heartbeat

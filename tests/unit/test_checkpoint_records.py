@@ -7,24 +7,11 @@ from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.checkpoints import checkpoints_of, checkpoints_to_resume, read_checkpoints, record_checkpoint
 from roll_core.types.manifest import Manifest
 from roll_core.types.refs import ArtifactKind, CheckpointFile, CheckpointRef
+from tests.stored_runs import bare_manifest
 
 
 def manifest(run_id: str, iteration: int) -> Manifest:
-    return Manifest(
-        run_id=run_id,
-        iteration=iteration,
-        parent="",
-        config_digest="",
-        leg=1,
-        weights_version=iteration,
-        weights_digest=f"{iteration:064d}",
-        next_problem=0,
-        collected=None,
-        evaluated=None,
-        metrics={},
-        timings={},
-        committed_at="",
-    )
+    return bare_manifest(iteration, run_id=run_id, weights_digest=f"{iteration:064d}")
 
 
 def checkpoint(store: ObjectStore, iteration: int, digest: str | None = None) -> CheckpointRef:

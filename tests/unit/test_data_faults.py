@@ -25,9 +25,10 @@ from roll_core.rollout.scheduler import Rollout, RolloutScheduler
 from roll_core.rollout.stream import Finished
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.rollouts import decode_trajectories, encode_trajectories
-from roll_core.types.manifest import CollectRequest, Manifest, Metrics
+from roll_core.types.manifest import CollectRequest
 from roll_core.types.refs import RunRef
 from roll_core.types.trajectory import Demonstration, Ending, Failure, Message, Problem, Score, Speaker, Trajectory
+from tests.stored_runs import bare_manifest
 from tests.support import grades_of, tiny_config, trajectory
 from tests.unit.test_rollouts import EchoEngine, ExactGrader
 
@@ -203,31 +204,15 @@ def test_the_terminal_says_once_that_nothing_is_learned_and_repeats_it_seldom(tm
     view = RunView(tiny_config(tmp_path, algorithm={"kind": kind}), console)
     for iteration, informative in enumerate([0.0, 1.0] + [0.0] * (IDLE_NOTE_EVERY + 1)):
         metrics = {"reward/informative_groups": informative, "reward/mean": 0.0, "accuracy/train": 0.0}
-        view._print_row(committed(iteration, metrics))
+        view._print_row(
+            bare_manifest(iteration, metrics=metrics, timings={"wall": 1.0}, committed_at="2026-01-01T00:00:00+00:00")
+        )
     said = [line for line in console.file.getvalue().splitlines() if "nothing is learned" in line]
     assert [line.split(":")[0] for line in said] == [
         f"nothing is learned in iteration {iteration}"
         for iteration in ((0, 2, 2 + IDLE_NOTE_EVERY) if kind == "grpo" else ())
     ]
     assert all("choose easier problems, give partial credit, or raise rollout.group_size" in line for line in said)
-
-
-def committed(iteration: int, metrics: Metrics) -> Manifest:
-    return Manifest(
-        run_id="tiny-1",
-        iteration=iteration,
-        parent="",
-        config_digest="",
-        leg=1,
-        weights_version=iteration,
-        weights_digest="",
-        next_problem=0,
-        collected=None,
-        evaluated=None,
-        metrics=metrics,
-        timings={"wall": 1.0},
-        committed_at="2026-01-01T00:00:00+00:00",
-    )
 
 
 # -------------------------------------------------------------------------------------------------- rewards that hang

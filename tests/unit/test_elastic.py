@@ -17,7 +17,7 @@ from roll_core.reporting.goodput import engines_over_time
 from roll_core.roles.elastic import MAX_STARTS_PER_SLOT, free_engine_slots
 from roll_core.rollout.meters import Meters
 from roll_core.types.leg import LegEnding
-from roll_core.types.manifest import Manifest, Metrics
+from tests.stored_runs import bare_manifest
 from tests.support import ROOT
 
 REQUEST = LegRequest("run.elastic-", Path("elastic"), 1, 8, 8, 60, exclude=("old",))
@@ -136,27 +136,9 @@ def test_an_engine_that_left_is_no_longer_measured():
     assert meters.read(now=3.0)["engine/busy"] == 1.0
 
 
-def manifest(iteration: int, metrics: Metrics) -> Manifest:
-    return Manifest(
-        run_id="run-1",
-        iteration=iteration,
-        parent="",
-        config_digest="",
-        leg=1,
-        weights_version=iteration,
-        weights_digest="",
-        next_problem=0,
-        collected=None,
-        evaluated=None,
-        metrics=metrics,
-        timings={},
-        committed_at="",
-    )
-
-
 def test_the_number_of_engines_over_time_is_one_line():
     counts = [None, 1.0, 1.0, 2.0, 1.0, 1.0]
-    chain = [manifest(n, {} if count is None else {"rollout/engines": count}) for n, count in enumerate(counts)]
+    chain = [bare_manifest(n, metrics={} if count is None else {"rollout/engines": count}) for n, count in enumerate(counts)]
     assert engines_over_time(chain) == "1 in iterations 1-2, 2 in 3, 1 in 4-5"
 
 

@@ -21,11 +21,7 @@ HOUR = 3600.0
 def runs(tmp_path) -> StoredRuns:
     """Store with tiny-1, its checkpoints and an export, and a fork of tiny-1 with a checkpoint."""
     runs = StoredRuns(tmp_path)
-    runs.open()
-    runs.commit("tiny-1", 4)
-    for iteration in (0, 2, 4):
-        runs.checkpoint("tiny-1", iteration)
-    runs.export("tiny-1", 4)
+    runs.write_tiny()
     child = runs.open(name="child", forked_from={"run_id": "tiny-1", "iteration": 2})
     runs.commit(child, 5)
     runs.checkpoint(child, 4)

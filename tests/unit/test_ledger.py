@@ -8,6 +8,7 @@ from roll_core.data.ledger import ledger, resolve_draws, totals
 from roll_core.types.manifest import Collected, CollectRequest, DrawOutcome, Draws, Manifest
 from roll_core.types.refs import ArtifactKind, ArtifactRef
 from roll_core.types.trajectory import Ending, Failure
+from tests.stored_runs import bare_manifest
 from tests.support import trajectory
 
 REQUEST = CollectRequest(iteration=3, parent="", weights_version=2, first_problem=8, num_groups=4)
@@ -52,22 +53,8 @@ def test_every_outcome_has_a_letter_of_its_own():
 
 @pytest.fixture
 def chain() -> list[Manifest]:
-    common = {
-        "run_id": "a-1",
-        "parent": "",
-        "config_digest": "",
-        "leg": 1,
-        "weights_version": 0,
-        "weights_digest": "",
-        "next_problem": 0,
-        "collected": None,
-        "evaluated": None,
-        "metrics": {},
-        "timings": {},
-        "committed_at": "",
-    }
     draws_by_iteration = [None, Draws(first=0, outcomes="tt"), Draws(first=2, outcomes="tx")]
-    return [Manifest(iteration=iteration, draws=draws, **common) for iteration, draws in enumerate(draws_by_iteration)]
+    return [bare_manifest(iteration, draws=draws) for iteration, draws in enumerate(draws_by_iteration)]
 
 
 def test_the_ledger_of_a_run_is_the_draws_of_its_manifests_in_order(chain):

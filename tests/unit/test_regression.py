@@ -20,6 +20,7 @@ from roll_core.reporting.regression import (
 from roll_core.types.manifest import Collected, CollectRequest, Draws, Evaluated, Manifest
 from roll_core.types.refs import ArtifactKind, ArtifactRef
 from roll_core.types.regression import ComparisonOutcome, Measured, Origin, Verdict, learning_settings
+from tests.stored_runs import bare_manifest
 from tests.support import ROOT, tiny_config
 
 TOLERANCES = Tolerances()
@@ -199,15 +200,9 @@ def manifest(iteration: int, reward: float, wall: float, accuracy: float | None)
         if accuracy is None
         else Evaluated(weights_version=iteration, num_problems=8, accuracy=accuracy, trajectories=artifact)
     )
-    return Manifest(
-        run_id="tiny-1",
-        iteration=iteration,
-        parent="",
-        config_digest="",
-        leg=1,
-        weights_version=iteration,
+    return bare_manifest(
+        iteration,
         weights_digest=f"{iteration:064d}",
-        next_problem=0,
         collected=collected if iteration else None,
         evaluated=evaluated,
         metrics={"reward/mean": reward, "throughput/tokens_per_second": 100 / wall} if iteration else {},

@@ -12,7 +12,7 @@ from roll_core.store.records.runs import commit, find_run, open_run, read_chain,
 from roll_core.store.records.sealed import create_sealed
 from roll_core.types.manifest import NO_PARENT, Evaluated, Manifest
 from roll_core.types.refs import ArtifactKind, ArtifactRef, record_digest, record_json
-from tests.stored_runs import StoredRuns
+from tests.stored_runs import StoredRuns, bare_manifest
 from tests.support import tiny_config
 
 
@@ -21,18 +21,12 @@ def manifest(iteration: int, parent: str, accuracy: float | None = None) -> Mani
     evaluated = accuracy is not None and Evaluated(
         weights_version=iteration, num_problems=8, accuracy=accuracy, trajectories=artifact
     )
-    return Manifest(
-        run_id="tiny-1",
-        iteration=iteration,
+    return bare_manifest(
+        iteration,
         parent=parent,
         config_digest="c",
-        leg=1,
-        weights_version=iteration,
         weights_digest="0" * 64,
-        next_problem=0,
-        collected=None,
         evaluated=evaluated or None,
-        metrics={},
         timings={"wall": 1.0},
         committed_at="2026-01-01T00:00:00+00:00",
     )

@@ -15,8 +15,9 @@ from roll_core.simulation.workload import SampledWorkload
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.runs import commit, open_run, read_chain
 from roll_core.store.records.traces import encode_trace
-from roll_core.types.manifest import NO_PARENT, Collected, CollectRequest, Draws, Manifest
+from roll_core.types.manifest import NO_PARENT, Collected, CollectRequest, Draws
 from roll_core.types.refs import ArtifactKind, record_digest
+from tests.stored_runs import bare_manifest
 from tests.support import ROOT, tiny_config
 
 MODELS = MachineModels(
@@ -51,20 +52,12 @@ def store_simulated(store: ObjectStore, config: RunConfig, prediction: Predictio
                 draws=Draws(first=0, outcomes="tttt"),
                 trace=store.put(encode_trace(attempts), ArtifactKind.TRACE),
             )
-        manifest = Manifest(
+        manifest = bare_manifest(
+            iteration,
             run_id=run.run_id,
-            iteration=iteration,
             parent=record_digest(chain[-1]) if chain else NO_PARENT,
-            config_digest="",
-            leg=1,
-            weights_version=iteration,
-            weights_digest="",
-            next_problem=0,
             collected=collected,
-            evaluated=None,
-            metrics={},
             timings=timings,
-            committed_at="",
         )
         commit(store, manifest)
     return run.run_id

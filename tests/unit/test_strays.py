@@ -26,11 +26,7 @@ FOLDERS = (
 def runs(tmp_path) -> StoredRuns:
     """Store with a run, its checkpoints and an export, and a node with two failures."""
     runs = StoredRuns(tmp_path)
-    runs.open()
-    runs.commit("tiny-1", 4)
-    for iteration in (0, 2, 4):
-        runs.checkpoint("tiny-1", iteration)
-    runs.export("tiny-1", 4)
+    runs.write_tiny()
     for leg in (1, 2):
         at = datetime(2026, 11, 15, 20, leg, tzinfo=UTC)
         record_failure(runs.store, NodeFailure(node="gpu-1", reason="no disk", run_id="tiny-1", leg=leg, at=at))

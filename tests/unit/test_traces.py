@@ -5,9 +5,10 @@ import io
 import pyarrow.parquet as pq
 
 from roll_core.store.records.traces import decode_trace, encode_trace
-from roll_core.types.manifest import Collected, CollectRequest, Draws, Manifest
+from roll_core.types.manifest import Collected, CollectRequest, Draws
 from roll_core.types.refs import ArtifactKind, ArtifactRef
 from roll_core.types.trace import AttemptTrace, Fate, Span
+from tests.stored_runs import bare_manifest
 
 RESUMED = AttemptTrace(
     problem=97,
@@ -44,20 +45,6 @@ def test_a_manifest_names_its_rollouts_and_their_trace():
         draws=Draws(first=0, outcomes="t"),
         trace=trace,
     )
-    manifest = Manifest(
-        run_id="tiny-1",
-        iteration=1,
-        parent="",
-        config_digest="",
-        leg=1,
-        weights_version=1,
-        weights_digest="",
-        next_problem=1,
-        collected=collected,
-        evaluated=None,
-        metrics={},
-        timings={},
-        committed_at="",
-    )
+    manifest = bare_manifest(1, next_problem=1, collected=collected)
     assert manifest.artifacts == [rollouts, trace]
     assert manifest.model_copy(update={"collected": None}).artifacts == []

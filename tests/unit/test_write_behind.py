@@ -145,6 +145,7 @@ def test_an_artifact_that_a_late_delete_took_after_the_commit_is_put_again(store
 def test_the_spool_keeps_the_bytes_of_the_last_commit_and_drops_older_ones(store, tmp_path):
     spool = stored_spool(store, tmp_path)
     refs = [spool.put(data, KIND) for data in (b"first", b"second", b"never committed")]
+    spool.wait(refs, 30.0)
     for ref in refs[:2]:
         spool.wait([ref], 30.0)
         spool.on_committed()
