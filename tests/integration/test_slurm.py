@@ -30,7 +30,7 @@ training: {backend: rehearsal}
 legs:
   max_failures: 0
   time_limit_minutes: 60
-  launcher: {kind: slurm, partition: low, exclusive: false, cpus_per_node: 2, memory_gigabytes: 2, signal_seconds: 5}
+  launcher: {kind: slurm, partition: low, exclusive: false, cpus_per_node: 2, memory_gigabytes: 2, signal_seconds: 20}
 checkpoint: {every: 5}
 """
 SLOW = """
@@ -85,8 +85,8 @@ class Site(Workspace):
         self.wait_until(lambda: any(m.leg == leg for m in self.chain(run_id)), f"leg {leg} of {run_id} commits", LONG_S)
 
     def end_soon(self, job: str) -> None:
-        """Set the end of a job's allocation to a few seconds from now."""
-        self.slurm.command("scontrol", "update", f"JobId={job}", "EndTime=now+14")
+        """Set the end of a job's allocation to soon, so that its signal comes in a few seconds."""
+        self.slurm.command("scontrol", "update", f"JobId={job}", "EndTime=now+29")
 
     @contextlib.contextmanager
     def preempting(self, *options: str) -> Iterator[None]:
