@@ -137,6 +137,7 @@ def make_event(run: RunRef, process: subprocess.Popen[bytes], rng: random.Random
 
 def processes_of(run: RunRef, process: subprocess.Popen[bytes]) -> dict[str, psutil.Process]:
     """Processes that a command has started, and its own, by name. A leg that is starting has few of them yet."""
+    named: dict[int, str] = {}
     with contextlib.suppress(ValueError):  # no leg has started its roles
         named = {pid: name for name, pid in pids_of_newest_leg(run).items()}
     found = {FLOW: psutil.Process(process.pid)}
