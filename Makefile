@@ -7,7 +7,7 @@
 # make chaos        kill every process at every stage, break every service, compare with an unbroken run, write
 #                   docs/benchmarks/chaos.md; up to an hour on two cores
 # make fuzz         mutate every shipped config (10,000 times) and stored runs (1,000 times), look for tracebacks, hangs,
-#                   much memory and damage that goes unnoticed; about an hour on two cores
+#                   much memory and damage that goes unnoticed; about 15 minutes on one idle core
 # make setup-vllm   vLLM beside the rest: for GPUs where there is one, else for CPUs
 
 PYTHON ?= python3

@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from roll_core.errors import DeadlineExceeded, UserError, one_line
+from roll_core.errors import DeadlineExceeded, PrefectUnavailable, UserError, one_line, shorten
 from roll_core.host import end_with_parent, free_port
 
 START_DEADLINE_S = 120.0
@@ -32,9 +32,8 @@ QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1", "PREF
 that would show logs."""
 
 
-_CLIENT_RETRIES = {"PREFECT_CLIENT_MAX_RETRIES": "3"}
-"""Environment that limits the retries of Prefect's client to about 15 s (Prefect's default is a minute). A flow needs its
-server only when it begins and when it ends."""
+UNREACHABLE = "Failed to reach API"
+"""Beginning of the message of the RuntimeError that Prefect's client raises if it cannot learn the server's version."""
 RESPONSE_S = 10.0
 """Seconds that the server of PREFECT_API_URL has to respond before anything starts."""
 SHUTDOWN_S = 10.0
@@ -68,23 +67,40 @@ def is_embedded() -> bool:
 def prefect_api(log_dir: Path) -> Iterator[str]:
     """Provide the URL of a running Prefect API during the block: that of PREFECT_API_URL, or of an embedded server.
 
-    The URL is exported as PREFECT_API_URL, so legs report to the same server.
+    The URL is exported as PREFECT_API_URL, so legs report to the same server. Prefect's client repeats requests for about a
+    minute; then the block raises PrefectUnavailable.
     """
-    for name, value in _CLIENT_RETRIES.items():
-        os.environ.setdefault(name, value)
     given = os.environ.get("PREFECT_API_URL")
     if given:
         _check_responds(given)
-        yield given
+        with _raising_unavailable():
+            yield given
         return
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     with embedded_server(log_dir, dict(os.environ)) as url:
         os.environ |= {"PREFECT_API_URL": url, EMBEDDED_VARIABLE: "1"}
         try:
-            yield url
+            with _raising_unavailable():
+                yield url
         finally:
             del os.environ["PREFECT_API_URL"], os.environ[EMBEDDED_VARIABLE]
+
+
+@contextlib.contextmanager
+def _raising_unavailable() -> Iterator[None]:
+    """Raise PrefectUnavailable for what Prefect's client raises about its server."""
+    from httpx import HTTPStatusError, TransportError
+
+    try:
+        yield
+    except (HTTPStatusError, TransportError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not str(error).startswith(UNREACHABLE):
+            raise
+        raise PrefectUnavailable(
+            f"the Prefect server does not answer as it should ({shorten(one_line(error), 160)}): what was committed is "
+            "safe; if it stays so, set PREFECT_API_URL to another server"
+        ) from error
 
 
 def _check_responds(url: str) -> None:

@@ -66,6 +66,12 @@ class StoreRefused(RollError, OSError):
     """The store rejected a request, and a retry would be rejected too."""
 
 
+class PrefectUnavailable(RollError):
+    """The Prefect server refused a request or could not be reached, although the request was repeated."""
+
+    failure = FailureClass.TRANSIENT
+
+
 class IterationTaken(RollError):
     """Another leg committed this iteration first, or holds the run's lease. This leg is fenced and must stop."""
 

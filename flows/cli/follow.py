@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.cli.options import store_option
-from roll_core.errors import RollError
+from roll_core.errors import PrefectUnavailable, RollError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,8 +34,6 @@ def follow(config: "RunConfig", store_uri: str, start_flow: "Callable[[], RunSum
     `start_flow` imports the flow and calls it. Prefect reads its settings when it is imported, so the import must come after
     the Prefect server has started.
     """
-    from httpx import TransportError
-
     from flows.cli.progress_view import LastingConsole, live_view
     from flows.flow_runs import crash_dead_flow_runs
     from flows.prefect_server import exit_soon, prefect_api
@@ -54,16 +52,16 @@ def follow(config: "RunConfig", store_uri: str, start_flow: "Callable[[], RunSum
             advice = _resume_advice(view.run, store_uri) if view.run else "nothing had begun"
             console.print(f"stopped; what was committed is safe; {advice}", highlight=False, soft_wrap=True)
             return TERMINATED if isinstance(stop, Terminated) else INTERRUPTED
-        except RollError as error:
-            view.progress.stop()
-            return _fail(str(error), error.exit_code, view.run, store_uri)
-        except TransportError as error:
+        except PrefectUnavailable as error:
             # Prefect's client could not report the end of the flow. Whether the run is finished, the store knows.
             view.progress.stop()
             finished = summary_of_finished(view.run) if view.run else None
             if finished is None:
-                return _fail(f"the Prefect server cannot be reached ({error})", 1, view.run, store_uri)
+                return _fail(str(error), error.exit_code, view.run, store_uri)
             summary = finished
+        except RollError as error:
+            view.progress.stop()
+            return _fail(str(error), error.exit_code, view.run, store_uri)
     assert view.run is not None
     print_where_to_look(console, view.run, config, summary)
     exit_soon(0)

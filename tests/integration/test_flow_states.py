@@ -1,18 +1,23 @@
 """States that tell the truth: Prefect after Ctrl-C, SIGTERM and SIGKILL of a command, and a finished run that is resumed."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import uuid
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import prefect
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows import flow_runs
-from tests.integration.conftest import REHEARSED, TRACKED, Workspace, settings
+from tests.integration.conftest import REHEARSED, ROLL, TRACKED, Workspace, settings
 from tests.support import ROOT, patience, wait_until
 
 HOLDER = """
@@ -117,3 +122,52 @@ def test_resume_of_a_finished_run_starts_nothing_and_changes_nothing(workspace, 
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")  # a server that would fail to be reached
     assert workspace.printed("resume", "tiny-1") == "tiny-1 is finished: 3 iterations\n"
     assert {path: path.stat().st_mtime_ns for path in workspace.folder.rglob("*")} == before
+
+
+class Overloaded(BaseHTTPRequestHandler):
+    """Prefect server that is healthy, knows its version, and answers every other request with 503, as one does whose
+    database is locked."""
+
+    def do_GET(self) -> None:
+        self._reply(200 if self.path.endswith(("/health", "/version")) else 503)
+
+    def do_POST(self) -> None:
+        self._reply(503)
+
+    def _reply(self, status: int) -> None:
+        body = json.dumps(prefect.__version__).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def overloaded() -> Iterator[str]:
+    """Address of an overloaded Prefect server."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Overloaded) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/api"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("command", ["run", "nightly"])
+def test_a_prefect_server_that_stays_overloaded_is_reported_in_one_sentence(workspace, overloaded, command):
+    nights = workspace.folder / "nightly.yaml"
+    nights.write_text(f"references: [{{config: {workspace.config}}}]\n")
+    done = subprocess.run(
+        [ROLL, command, str(nights if command == "nightly" else workspace.config)],
+        cwd=workspace.folder,
+        env=workspace.environment | {"PREFECT_API_URL": overloaded, "PREFECT_CLIENT_MAX_RETRIES": "0"},
+        capture_output=True,
+        text=True,
+        timeout=patience(120),
+        check=False,
+    )
+    assert done.returncode == 1
+    (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("roll: ")]
+    assert "the Prefect server does not answer as it should (PrefectHTTPStatusError: Server error '503" in sentence
+    assert "Traceback" not in done.stdout + done.stderr

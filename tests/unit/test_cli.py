@@ -10,14 +10,15 @@ import subprocess
 import sys
 import tomllib
 
+import httpx
 import pytest
 
-from flows import cli
+from flows import cli, prefect_server
 from flows.cli.options import DEFAULT_STORE, create_folder, parse_run_and_iteration, store_option
 from flows.cli.progress_view import LastingConsole, live_view
 from flows.prefect_server import prefect_api
 from roll_core.config.load import absolute_uri
-from roll_core.errors import UserError
+from roll_core.errors import PrefectUnavailable, UserError
 from roll_core.host import free_port
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.runs import open_run
@@ -192,3 +193,22 @@ def test_a_reader_that_goes_away_does_not_end_what_is_followed(tmp_path):
     process.stdout.close()
     assert process.stderr.read() == b"went on\n"
     assert process.wait() == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [httpx.ConnectError("refused"), RuntimeError("Failed to reach API at http://127.0.0.1:1/api/")],
+    ids=["cannot be reached", "has no version"],
+)
+def test_what_prefects_client_says_about_its_server_becomes_one_sentence(tmp_path, monkeypatch, error):
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")
+    monkeypatch.setattr(prefect_server, "_check_responds", lambda url: None)
+    with pytest.raises(PrefectUnavailable, match="the Prefect server does not answer as it should"), prefect_api(tmp_path):
+        raise error
+
+
+def test_other_errors_pass_through_the_block_that_provides_prefect(tmp_path, monkeypatch):
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")
+    monkeypatch.setattr(prefect_server, "_check_responds", lambda url: None)
+    with pytest.raises(RuntimeError, match="^another$"), prefect_api(tmp_path):
+        raise RuntimeError("another")
