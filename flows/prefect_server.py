@@ -32,8 +32,6 @@ QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1", "PREF
 that would show logs."""
 
 
-UNREACHABLE = "Failed to reach API"
-"""Beginning of the message of the RuntimeError that Prefect's client raises if it cannot learn the server's version."""
 RESPONSE_S = 10.0
 """Seconds that the server of PREFECT_API_URL has to respond before anything starts."""
 SHUTDOWN_S = 10.0
@@ -90,15 +88,16 @@ def prefect_api(log_dir: Path) -> Iterator[str]:
 @contextlib.contextmanager
 def _raising_unavailable() -> Iterator[None]:
     """Raise PrefectUnavailable for what Prefect's client raises about its server."""
-    from httpx import HTTPStatusError, TransportError
+    from httpx import HTTPError
 
     try:
         yield
-    except (HTTPStatusError, TransportError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not str(error).startswith(UNREACHABLE):
+    except Exception as error:
+        cause = next((each for each in (error, error.__cause__) if isinstance(each, HTTPError)), None)
+        if cause is None:
             raise
         raise PrefectUnavailable(
-            f"the Prefect server does not answer as it should ({shorten(one_line(error), 160)}): what was committed is "
+            f"the Prefect server does not answer as it should ({shorten(one_line(cause), 160)}): what was committed is "
             "safe; if it stays so, set PREFECT_API_URL to another server"
         ) from error
 

@@ -24,7 +24,11 @@ from tests.chaos.outcomes import differences
 from tests.chaos.process_kills import chain_of, command, pids_of_newest_leg, traceback_defect
 
 MAX_PAUSE_S = 12.0
-"""Maximum number of seconds between two events: about the time in which a leg starts on two idle cores."""
+"""Maximum number of seconds between two events while a leg starts: about the time that it takes on two idle cores."""
+MAX_COMMITS = 5
+"""Maximum number of iterations that are committed between two events of a leg that has started."""
+COMMIT_DEADLINE_S = 240.0
+"""Seconds to wait for these iterations; a leg that was stopped in a bad moment may need a while to be replaced."""
 MAX_STOPPED_S = 8.0
 FINISH_DEADLINE_S = 600.0
 GC_MINUTES = "0.05"
@@ -104,9 +108,8 @@ def run_storm(run: RunRef, variant: str, unbroken: RunRef, max_events: int, rng:
 def strike(run: RunRef, process: subprocess.Popen[bytes], max_events: int, rng: random.Random) -> Iterator[Event]:
     """Make up to `max_events` events happen to a command; end when the command has ended."""
     for _ in range(max_events):
-        pause_s = rng.uniform(0.0, MAX_PAUSE_S)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(pause_s)
+        began_at = time.monotonic()
+        wait_for_moment(run, process, rng)
         if process.poll() is not None:
             return
         committed = len(chain_of(run))
@@ -114,7 +117,26 @@ def strike(run: RunRef, process: subprocess.Popen[bytes], max_events: int, rng: 
             victim, action = make_event(run, process, rng)
         except (psutil.NoSuchProcess, ProcessLookupError):
             continue  # it ended between the drawing and the signal
-        yield Event(victim=victim, action=action, after_s=pause_s, committed=committed)
+        yield Event(victim=victim, action=action, after_s=time.monotonic() - began_at, committed=committed)
+
+
+def wait_for_moment(run: RunRef, process: subprocess.Popen[bytes], rng: random.Random) -> None:
+    """Wait for the moment of the next event: one in three comes after some seconds, most likely while a leg starts, the
+    others within a second after some iterations were committed. Returns early if the command ends."""
+    if rng.random() < 1 / 3:
+        _wait(process, rng.uniform(0.0, MAX_PAUSE_S))
+        return
+    wanted = len(chain_of(run)) + rng.randint(1, MAX_COMMITS)
+    ends_at = time.monotonic() + COMMIT_DEADLINE_S
+    while process.poll() is None and len(chain_of(run)) < wanted and time.monotonic() < ends_at:
+        _wait(process, 0.1)
+    _wait(process, rng.uniform(0.0, 1.0))
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait for the end of a process, but no longer than some seconds."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
 
 
 def make_event(run: RunRef, process: subprocess.Popen[bytes], rng: random.Random) -> tuple[str, str]:

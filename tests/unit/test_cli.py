@@ -195,16 +195,21 @@ def test_a_reader_that_goes_away_does_not_end_what_is_followed(tmp_path):
     assert process.wait() == 0
 
 
-@pytest.mark.parametrize(
-    "error",
-    [httpx.ConnectError("refused"), RuntimeError("Failed to reach API at http://127.0.0.1:1/api/")],
-    ids=["cannot be reached", "has no version"],
-)
-def test_what_prefects_client_says_about_its_server_becomes_one_sentence(tmp_path, monkeypatch, error):
+def fail_without_a_server(is_wrapped: bool) -> None:
+    """Raise what Prefect's client raises without a server."""
+    refused = httpx.ConnectError("refused")
+    if is_wrapped:
+        raise RuntimeError("Failed to reach API at http://127.0.0.1:1/api/") from refused
+    raise refused
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_what_prefects_client_says_about_its_server_becomes_one_sentence(tmp_path, monkeypatch, is_wrapped):
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")
     monkeypatch.setattr(prefect_server, "_check_responds", lambda url: None)
-    with pytest.raises(PrefectUnavailable, match="the Prefect server does not answer as it should"), prefect_api(tmp_path):
-        raise error
+    sentence = "the Prefect server does not answer as it should .ConnectError: refused"
+    with pytest.raises(PrefectUnavailable, match=sentence), prefect_api(tmp_path):
+        fail_without_a_server(is_wrapped)
 
 
 def test_other_errors_pass_through_the_block_that_provides_prefect(tmp_path, monkeypatch):
