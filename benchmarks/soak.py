@@ -64,7 +64,7 @@ def soak(iterations: int) -> list[Sample]:
             Path(folder) / "soak.yaml",
             name="soak",
             iterations=iterations,
-            store={"uri": server.new_store_uri()},
+            store={"uri": server.new_store_uri(), "grace_minutes": 1},
             inference={"kind": "rehearsal", "seconds_per_token": 1e-4, "median_tokens": 5, "sigma": 0},
             training={"backend": "rehearsal"},
             evaluation={"every": 50, "num_problems": 8},

@@ -21,6 +21,7 @@ from roll_core.types.leg import LegAllocation, LegEnded, LegEnding
 from roll_core.types.manifest import CollectRequest, Manifest, Updated
 from roll_core.types.refs import RunRef, record_digest
 from tasks.commit import IterationReceipts, commit
+from tasks.durability import forget_dead_results
 from tasks.export import store_export
 from tasks.legs import leg_failed
 from tasks.recover import recover
@@ -60,6 +61,7 @@ def train_leg(run: RunRef, leg: int, allocation: LegAllocation) -> LegEnded:
             with contextlib.suppress(LegInterrupted):  # the leg was told to stop: the next look at its time ends the loop
                 manifest = iterate(manifest, services)
                 services.leg_time.record_iteration(manifest)
+            forget_dead_results()
         close_leg(manifest, ending, services)
     return LegEnded(run_id=run.run_id, leg=leg, ending=ending, last_iteration=manifest.iteration)
 

@@ -17,6 +17,7 @@ from typing import ParamSpec, TypeVar
 
 from prefect import Task
 from prefect.cache_policies import INPUTS, NO_CACHE, TASK_SOURCE
+from prefect.context import FlowRunContext
 
 from roll_core.errors import FailureClass, RollError, classify, one_line
 from roll_core.reporting.stage_log import iteration_in
@@ -42,6 +43,16 @@ class StateChangingTask(Task[P, R]):
 SERVICES_PARAMETER = "services"
 """Name of the task parameter that holds live handles. It is left out of cache keys: results do not depend on it, and it
 cannot be hashed."""
+
+
+def forget_dead_results() -> None:
+    """Drop Prefect's records of task results that no longer exist. A flow run keeps the state of every task run, to draw
+    arrows between tasks, and a leg has thousands of them: 40 kB an iteration."""
+    context = FlowRunContext.get()
+    results = {} if context is None else context.run_results
+    for key, (_, _, reference) in list(results.items()):
+        if reference is not None and reference() is None:
+            del results[key]
 
 
 def pure(run_name: str) -> Callable[[Callable[P, R]], PureTask[P, R]]:

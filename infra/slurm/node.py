@@ -456,6 +456,7 @@ def _ray_environment(rendezvous_file: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # otherwise Ray waits half a minute for a node to drain
         "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
+        "RAY_task_events_report_interval_ms": "0",  # no record of every call, which the head would keep in memory
     }
 
 

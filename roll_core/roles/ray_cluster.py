@@ -67,8 +67,12 @@ def _start(cluster: ClusterConfig) -> None:
         },
         include_dashboard=False,
         _node_ip_address=LOOPBACK,
-        # Ray's default of 15 starves roles on a machine that does anything else: seen to slow training thirtyfold.
-        _system_config={"worker_niceness": 0},
+        _system_config={
+            # Ray's default of 15 starves roles on a machine that does anything else: seen to slow training thirtyfold.
+            "worker_niceness": 0,
+            # No record of every call, which Ray's head would keep in memory: 50 kB an iteration.
+            "task_events_report_interval_ms": 0,
+        },
         _node_name=socket.gethostname(),
         **_QUIET,
     )

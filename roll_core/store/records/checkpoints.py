@@ -22,7 +22,7 @@ from roll_core.errors import ArtifactDamaged
 from roll_core.store.media.medium import map_in_order
 from roll_core.store.object_store import FILES_IN_FLIGHT, AlreadyExists, ObjectStore, object_name
 from roll_core.store.records.listing import ITERATION_AND_DIGEST, list_matching
-from roll_core.store.records.runs import read_chain
+from roll_core.store.records.runs import chain_owners, read_chain, read_manifest
 from roll_core.store.records.sealed import RECORDS_IN_FLIGHT, create_record, read_record, read_records, replace_sealed
 from roll_core.types.manifest import Manifest
 from roll_core.types.refs import ArtifactKind, CheckpointFile, CheckpointRef, ExportRef, record_json
@@ -90,6 +90,19 @@ def record_checkpoint(store: ObjectStore, run_id: str, checkpoint: CheckpointRef
 def read_checkpoints(store: ObjectStore, run_id: str) -> list[CheckpointRef]:
     """Read all checkpoint records of a run, sorted by iteration; includes those that lost a commit race."""
     return [record for record in read_records(store, _record_names(store, run_id), CheckpointRef) if record is not None]
+
+
+def checkpointed_manifests(store: ObjectStore, run_id: str) -> list[Manifest]:
+    """Manifests of those iterations of a run's chain that have a checkpoint record, in order. Takes as many requests as
+    there are records, however long the chain is."""
+    wanted = [
+        (owner, iteration)
+        for owner, last in reversed(chain_owners(store, run_id))
+        for iteration in _recorded_iterations(store, owner)
+        if iteration <= last
+    ]
+    read = map_in_order(lambda key: read_manifest(store, *key), wanted, RECORDS_IN_FLIGHT)
+    return [manifest for manifest in read if manifest is not None]
 
 
 def checkpoints_of(store: ObjectStore, chain: Sequence[Manifest]) -> list[CheckpointRef]:
@@ -196,6 +209,12 @@ def _damage_markers(store: ObjectStore, run_id: str) -> set[str]:
 def _record_names(store: ObjectStore, run_id: str) -> list[str]:
     folder = f"runs/{run_id}/checkpoints"
     return [f"{folder}/{name}" for name in list_matching(store, folder, ITERATION_AND_DIGEST)]
+
+
+def _recorded_iterations(store: ObjectStore, run_id: str) -> list[int]:
+    """Iterations that have a checkpoint record, in order, each once."""
+    names = list_matching(store, f"runs/{run_id}/checkpoints", ITERATION_AND_DIGEST)
+    return sorted({int(name.partition("-")[0]) for name in names})
 
 
 def _readable_checkpoints(store: ObjectStore, run_id: str) -> list[CheckpointRef]:

@@ -4,6 +4,7 @@ No object says which manifest is the newest: readers derive it from a listing.
 """
 
 import re
+import sys
 from functools import partial
 
 from roll_core.config.load import validate_config
@@ -154,6 +155,17 @@ def _read_chain(store: ObjectStore, run_id: str, descendants: tuple[str, ...]) -
             )
         chain.append(manifest)
     return chain
+
+
+def chain_owners(store: ObjectStore, run_id: str) -> list[tuple[str, int]]:
+    """Runs that committed the manifests of a chain, each with its last iteration in the chain: the run itself, whose last is
+    not known, then its ancestors. Reads no manifest."""
+    owners = [(run_id, sys.maxsize)]
+    while (origin := _origin(store, owners[-1][0])) is not None:
+        if origin.run_id in {owner for owner, _ in owners}:
+            raise ArtifactDamaged(f"store: {config_name(owners[-1][0])} in {store.uri} makes the run a fork of itself")
+        owners.append((origin.run_id, min(origin.iteration, owners[-1][1])))
+    return owners
 
 
 def next_iteration(store: ObjectStore, run_id: str) -> int:

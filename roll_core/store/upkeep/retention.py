@@ -15,6 +15,7 @@ from roll_core.store.media.medium import map_in_order
 from roll_core.store.object_store import AlreadyExists, ObjectStore, object_name
 from roll_core.store.records.checkpoints import (
     checkpoint_record_name,
+    checkpointed_manifests,
     checkpoints_of,
     damage_marker_name,
     read_checkpoints,
@@ -23,7 +24,7 @@ from roll_core.store.records.checkpoints import (
 )
 from roll_core.store.records.exports import read_exports
 from roll_core.store.records.listing import ITERATION_AND_DIGEST, list_matching
-from roll_core.store.records.runs import MANIFESTS_IN_FLIGHT, list_runs, read_chain
+from roll_core.store.records.runs import MANIFESTS_IN_FLIGHT, list_runs
 from roll_core.store.records.stored_config import StoredConfig, read_stored_config
 from roll_core.store.records.weights import recorded_weights, weights_in_use
 from roll_core.types.manifest import Manifest
@@ -96,7 +97,7 @@ def referenced_checkpoints(store: ObjectStore) -> set[CheckpointKey]:
 
 def _retirable(store: ObjectStore, run_id: str, policy: CheckpointConfig, grace_seconds: float) -> list[CheckpointRef]:
     """Checkpoints recorded by this run that are dropped or orphaned, and at least `grace_seconds` old."""
-    chain = read_chain(store, run_id)
+    chain = checkpointed_manifests(store, run_id)
     ages = {stored.name: stored.age_seconds for stored in store.list_below(f"runs/{run_id}/checkpoints")}
     referenced = {key.iteration for key in referenced_checkpoints(store) if key.run_id == run_id}
     checkpoints = checkpoints_of(store, chain)
