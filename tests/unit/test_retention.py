@@ -309,3 +309,27 @@ def test_an_object_that_is_put_again_after_retention_listed_it_stays(parent, mon
     retire(parent.store, "tiny-1", LAST, HOUR)
     assert iterations_left(parent) == [0, 8]
     assert parent.store.get(retired) == data
+
+
+@pytest.mark.parametrize("is_fork", [False, True])
+def test_retiring_takes_as_many_requests_however_long_the_run_is(runs, monkeypatch, is_fork):
+    """The run has checkpoints of three iterations, as long runs have that keep a few."""
+    run_id = runs.open()
+    runs.commit(run_id, 4)
+    runs.checkpoint(run_id, 4)
+    if is_fork:
+        run_id = runs.open(name="child", forked_from={"run_id": run_id, "iteration": 4})
+    read, requests = ObjectStore.read, []
+    monkeypatch.setattr(ObjectStore, "read", lambda store, name: requests.append(name) or read(store, name))
+
+    def count_requests(newest: int) -> int:
+        runs.commit(run_id, newest)
+        runs.checkpoint(run_id, newest)
+        requests.clear()
+        retire(runs.store, run_id, CheckpointConfig(keep_last=2), 0.0)
+        return len(requests)
+
+    for newest in (8, 12):
+        count_requests(newest)
+    assert count_requests(16) == count_requests(90)
+    assert iterations_left(runs, run_id)[-2:] == [16, 90]
