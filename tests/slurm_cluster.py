@@ -74,7 +74,13 @@ class SlurmCluster:
         """Run a SLURM command and return its output. The timeout is short, since all commands wait for a dead controller."""
         environment = os.environ | self.environment
         return subprocess.run(
-            words, env=environment, capture_output=True, text=True, timeout=30, check=True, stdin=subprocess.DEVNULL
+            words,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=patience(30),
+            check=True,
+            stdin=subprocess.DEVNULL,
         ).stdout
 
     def jobs(self) -> list[str]:

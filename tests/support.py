@@ -104,8 +104,9 @@ def trajectory(
 
 
 def patience(seconds: float) -> float:
-    """Deadline for a machine without other load, extended by the load average per core: waits scale with load."""
-    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    """Deadline for a machine without other load, extended by the load average per core and by the share of the cores that
+    the host of a virtual machine may give to others: waits scale with load."""
+    return 3 * seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = 180.0) -> None:

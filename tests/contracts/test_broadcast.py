@@ -12,7 +12,7 @@ import torch
 
 from roll_core.errors import BroadcastBroken
 from roll_core.weights.broadcast import BroadcastReceiver, BroadcastSender
-from tests.support import ROOT
+from tests.support import ROOT, patience
 
 CPU = torch.device("cpu")
 RECEIVER_PROGRAM = """
@@ -65,7 +65,7 @@ def test_members_that_do_not_join_are_named():
             sender.wait_for_members()
         assert sender.late_members == ("engine 0", "engine 2")
         with pytest.raises(BroadcastBroken):  # the member that joined does not wait forever
-            joining.result(timeout=60)
+            joining.result(timeout=patience(60))
 
 
 def test_a_member_that_misses_a_bucket_is_named():
@@ -74,11 +74,11 @@ def test_a_member_that_misses_a_bucket_is_named():
     with ThreadPoolExecutor(3) as pool:
         joining = [pool.submit(BroadcastReceiver, sender.rendezvous, rank, CPU) for rank in (1, 2, 3)]
         sender.wait_for_members()
-        first, second, _ = (each.result(timeout=60) for each in joining)
+        first, second, _ = (each.result(timeout=patience(60)) for each in joining)
         waiting = [pool.submit(each.receive, 20_000_000) for each in (first, second)]
         with pytest.raises(BroadcastBroken, match="engine 1 took no part in bucket 1 of the broadcast within 1 s"):
             sender.send(bucket(1))
         assert sender.late_members == ("engine 1",)
         sender.close()
         for each in waiting:  # the other receivers do not wait forever
-            each.exception(timeout=60)
+            each.exception(timeout=patience(60))

@@ -15,6 +15,7 @@ from roll_core.errors import ArtifactDamaged, UserError
 from roll_core.store.media.medium import PART_SIZE
 from roll_core.store.object_store import AlreadyExists, ObjectStore, object_name
 from roll_core.types.refs import ArtifactKind, digest_of
+from tests.support import patience
 
 KIND = ArtifactKind.CHECKPOINT_FILE
 LARGE = PART_SIZE * 2 + 12345
@@ -304,7 +305,9 @@ sys.exit(os.waitstatus_to_exitcode(status))
 @pytest.mark.parametrize("uri", ["file", "s3"], indirect=True)
 def test_a_store_opened_before_a_fork_works_in_the_child_and_the_parent(uri, store):
     """In a process of its own: what other tests imported into this one need not survive a fork."""
-    done = subprocess.run([sys.executable, "-c", FORKING_PROGRAM, uri], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING_PROGRAM, uri], capture_output=True, text=True, timeout=patience(300)
+    )
     assert done.returncode == 0, done.stderr
     stored = {store.read(each.name) for each in store.list_below("objects")}
     assert stored == {b"before", b"in the child", b"in the parent"}

@@ -234,26 +234,27 @@ ObjectStore({store.uri!r}).put_file(Path({str(large_file)!r}), {KIND.value!r})
 
 
 def test_several_parts_and_several_files_are_uploaded_concurrently(store, proxy, large_file, tmp_path):
-    concurrency: list[int] = []
-    in_flight: set[int] = set()
-    lock = threading.Lock()
+    """The server answers no part before it has received four, of a file with three and one with two."""
+    received = threading.Semaphore(0)
+    four_received = threading.Event()
 
-    def count(method: str, path: str) -> Fault | None:
-        if "partNumber=" not in path:
-            return None
-        with lock:
-            in_flight.add(threading.get_ident())
-            concurrency.append(len(in_flight))
-        time.sleep(0.5)
-        with lock:
-            in_flight.remove(threading.get_ident())
+    def hold(method: str, path: str) -> Fault | None:
+        if "partNumber=" in path:
+            received.release()
+            assert four_received.wait(patience(60)), "parts are uploaded one after the other"
         return None
 
-    proxy.fault_of = count
+    def watch() -> None:
+        for _ in range(4):
+            received.acquire()
+        four_received.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    proxy.fault_of = hold
     other = tmp_path / "other"
     other.write_bytes(os.urandom(2 * PART_SIZE))
     store.put_files([large_file, other], KIND)
-    assert max(concurrency) >= 4
+    assert four_received.is_set()
 
 
 @pytest.mark.exhaustive

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
 
 ROLL = str(Path(sys.executable).parent / "roll")
+UPLOADER = [sys.executable, "-m", "roll_core.tracking.uploader"]
 TINY_RUN = """
 extends: {root}/configs/clusters/laptop.yaml
 name: tiny
@@ -336,6 +337,11 @@ class Workspace:
 
     def pid_of(self, role: str, leg: int = 1, run_id: str = "tiny-1") -> int:
         return json.loads((self.folder / f"roll-data/work/{run_id}/leg-{leg}/processes.json").read_text())[role]
+
+
+def upload_once(spool_dir: Path) -> int:
+    """Upload what a run has spooled for MLflow; return the exit status of the uploader."""
+    return subprocess.run([*UPLOADER, str(spool_dir), "--once"], timeout=patience(120)).returncode
 
 
 @pytest.fixture(scope="session")

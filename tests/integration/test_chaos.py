@@ -13,6 +13,7 @@ from roll_core.types.leg import LegEnding
 from tests.chaos.kill_points import VICTIMS
 from tests.chaos.outcomes import differences
 from tests.integration.conftest import REHEARSED, settings
+from tests.support import patience
 
 LONG_S = 580.0
 """Deadline in seconds: half a dozen legs one after the other."""
@@ -61,7 +62,7 @@ def test_of_two_legs_of_a_run_one_proceeds(workspace):
         assert workspace.run_leg(run, leg=2).ending is LegEnding.FINISHED
     finally:
         os.kill(leg, signal.SIGCONT)
-    output, _ = first.communicate(timeout=120)
+    output, _ = first.communicate(timeout=patience(120))
     assert first.returncode == 1
     assert "was committed by another leg: this leg stops, nothing of it was mixed in" in output
     chain = workspace.chain("pair-1")

@@ -14,7 +14,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.prefect_server import free_port
 from tests.integration.conftest import REHEARSED
-from tests.support import ROOT, wait_until
+from tests.support import ROOT, patience, wait_until
 
 OVERRIDES = [
     *REHEARSED,
@@ -79,7 +79,7 @@ def test_a_deployment_runs_on_a_worker_and_shows_every_stage(workspace, slurm, p
             env=workspace.environment | {"PREFECT_API_URL": api_url},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=patience(300),
             check=False,
         )
         assert watched.returncode == 0, watched.stdout + watched.stderr
@@ -95,5 +95,5 @@ def test_a_deployment_runs_on_a_worker_and_shows_every_stage(workspace, slurm, p
         assert up.poll() is None
     finally:
         os.kill(up.pid, signal.SIGINT)
-        output, _ = up.communicate(timeout=180)
+        output, _ = up.communicate(timeout=patience(180))
     assert up.returncode == 0, output

@@ -9,6 +9,7 @@ import pytest
 
 from tests.chaos.outcomes import differences
 from tests.integration.test_slurm import HERE, LONG_S, Site, nothing_is_left, site
+from tests.support import patience
 
 __all__ = ["nothing_is_left", "site"]
 
@@ -65,7 +66,7 @@ def test_elastic_jobs_outlive_their_flow_and_come_back_on_another_node_after_a_p
     flow = site.begin("adopted", config=config)
     wait_for_engines(site, "adopted-1", 2)
     flow.kill()
-    flow.communicate(timeout=60)
+    flow.communicate(timeout=patience(60))
     job, node = elastic_job(site)
     flow = site.start("resume", "adopted-1")
     wait_for_engines(site, "adopted-1", 2)

@@ -6,7 +6,7 @@ import signal
 from roll_core.store.object_store import ObjectStore
 from roll_core.store.records.runs import read_chain
 from tests.integration.conftest import REHEARSED, settings
-from tests.support import wait_until
+from tests.support import patience, wait_until
 
 
 def test_a_run_on_s3_survives_an_outage_of_the_store_and_a_killed_trainer(workspace, own_server):
@@ -24,7 +24,7 @@ def test_a_run_on_s3_survives_an_outage_of_the_store_and_a_killed_trainer(worksp
     own_server.start()
     wait_until(lambda: has_reached(6), "iteration 6 is committed")
     os.kill(workspace.pid_of("trainer rank 0"), signal.SIGKILL)
-    output, _ = process.communicate(timeout=400)
+    output, _ = process.communicate(timeout=patience(400))
     assert process.returncode == 0, output
     chain = read_chain(store, "tiny-1")
     assert [m.iteration for m in chain] == list(range(13))

@@ -20,7 +20,7 @@ from tests.integration.conftest import ROLL, SharedRay, Workspace, settings
 from tests.slurm_cluster import SlurmCluster, find_program
 from tests.support import ROOT, patience, wait_until
 
-LONG_S = 550.0
+LONG_S = 300.0
 ITERATIONS = 12
 SITE = """
 extends: tiny.yaml
@@ -101,7 +101,7 @@ class Site(Workspace):
         """Run `sbatch ARGUMENTS`; return the job's id."""
         command = ["sbatch", "--parsable", *arguments]
         done = subprocess.run(
-            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=60, check=True
+            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=patience(60), check=True
         )
         return done.stdout.strip()
 
@@ -148,7 +148,7 @@ def test_a_run_survives_a_killed_flow_a_time_limit_and_a_preemption(site, unbrok
     site.wait_for_iteration(1, "chain-1")
     job = site.job_of("chain-1", 1)
     flow.kill()
-    flow.communicate(timeout=60)
+    flow.communicate(timeout=patience(60))
     assert site.slurm.fields(job)["JobState"] == "RUNNING"
 
     flow = site.start("resume", "chain-1")
@@ -240,7 +240,7 @@ def test_a_cancelled_job_stops_the_run_and_a_terminated_flow_cancels_its_job(sit
     flow = site.begin("cancelled", config=site.slow)
     site.wait_for_iteration(2, "cancelled-1")
     site.slurm.command("scancel", site.job_of("cancelled-1", 1))
-    output, _ = flow.communicate(timeout=LONG_S)
+    output, _ = flow.communicate(timeout=patience(LONG_S))
     assert flow.returncode == 1
     assert "the job of its leg was cancelled" in output
     assert "roll resume cancelled-1" in output
@@ -248,7 +248,7 @@ def test_a_cancelled_job_stops_the_run_and_a_terminated_flow_cancels_its_job(sit
     second = site.start("resume", "cancelled-1")
     site.wait_for_leg(2, "cancelled-1")
     second.send_signal(signal.SIGTERM)
-    second.communicate(timeout=120)
+    second.communicate(timeout=patience(120))
     assert second.returncode != 0
     assert site.slurm.jobs() == [], "the flow was terminated and left its job"
 

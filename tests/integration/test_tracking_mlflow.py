@@ -24,13 +24,12 @@ from roll_core.tracking.spool import RunStatus, Spool
 from roll_core.tracking.tracker import Tracker
 from roll_core.types.leg import LegEnding
 from roll_core.types.refs import RunRef
-from tests.integration.conftest import REHEARSED, Workspace
-from tests.support import QUIET_MLFLOW, wait_until
+from tests.integration.conftest import REHEARSED, UPLOADER, Workspace, upload_once
+from tests.support import QUIET_MLFLOW, patience, wait_until
 
 NOON = datetime(2026, 11, 15, 12, tzinfo=UTC)
 RUN = RunRef(run_id="quickstart-3", store_uri="file:///home/ada/roll-data", config_digest="1b4f")
 DRAIN_SECONDS = 120.0
-UPLOADER = [sys.executable, "-m", "roll_core.tracking.uploader"]
 
 
 def sqlite_config(folder: Path) -> TrackingConfig:
@@ -57,10 +56,6 @@ def history(client: MlflowClient, run: Run, metric: str) -> list[tuple[int, floa
 def artifact_text(client: MlflowClient, run: Run, name: str, folder: Path) -> str:
     folder.mkdir(exist_ok=True)
     return Path(client.download_artifacts(run.info.run_id, name, str(folder))).read_text()
-
-
-def upload_once(spool_dir: Path) -> int:
-    return subprocess.run([*UPLOADER, str(spool_dir), "--once"], timeout=120).returncode
 
 
 def test_a_leg_that_can_write_no_log_and_reads_damaged_ones_finishes(workspace: Workspace) -> None:
@@ -159,7 +154,7 @@ def test_events_of_a_deleted_run_are_dropped_with_a_count_and_not_tried_again(
     assert "dropped 4 events" in said
     assert "trying again" not in said
 
-    after = subprocess.run([*UPLOADER, str(spool.folder), "--once"], timeout=120, capture_output=True)
+    after = subprocess.run([*UPLOADER, str(spool.folder), "--once"], timeout=patience(120), capture_output=True)
     assert after.returncode == 0
     assert history(client, run, "reward/mean") == [(1, 0.25)]
 
@@ -204,7 +199,7 @@ tracker.start()
 tracker.log_metrics(1, {{"reward/mean": 0.25}}, datetime.now(UTC))
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == -signal.SIGKILL
+    assert subprocess.run([sys.executable, "-c", program], timeout=patience(60)).returncode == -signal.SIGKILL
     spool = Spool(tmp_path / "spool")
     wait_until(lambda: spool.read_cursor() > 0, "an orphan uploads", DRAIN_SECONDS)
     client = MlflowClient(sqlite_config(tmp_path).uri)
