@@ -94,7 +94,7 @@ def test_a_store_that_keeps_refusing_is_reported_as_one_that_refuses(store, prox
     store.put(b"hello", KIND)
     proxy.fault_of = lambda method, path: Fault.ACCESS_DENIED
     with pytest.raises(StoreRefused, match="store.uri: .* refuses the request .AccessDenied.*: check the credentials"):
-        ObjectStore(store.uri, retry_seconds=patience(5)).put(b"again", KIND)
+        ObjectStore(store.uri, retry_seconds=8).put(b"again", KIND)
 
 
 def test_a_right_that_was_never_granted_is_refused_at_once(store, proxy):

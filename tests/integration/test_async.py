@@ -250,9 +250,8 @@ def test_engines_on_the_trainers_device_make_room_and_resume_their_attempts(work
     assert count(workspace, chain, was_resumed) > 0
 
 
-@pytest.mark.parametrize(
-    ("in_flight", "holds"), [pytest.param("resume", was_resumed, marks=pytest.mark.exhaustive), ("continue", continued)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("in_flight", "holds"), [("resume", was_resumed), ("continue", continued)])
 def test_of_two_engines_the_one_on_the_trainers_device_makes_room_and_the_other_keeps_generating(
     workspace, in_flight, holds
 ):

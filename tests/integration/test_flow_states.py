@@ -156,7 +156,7 @@ def overloaded() -> Iterator[str]:
         server.shutdown()
 
 
-@pytest.mark.parametrize("command", ["run", "nightly"])
+@pytest.mark.parametrize("command", ["run", pytest.param("nightly", marks=pytest.mark.exhaustive)])
 def test_a_prefect_server_that_stays_overloaded_is_reported_in_one_sentence(workspace, overloaded, command):
     nights = workspace.folder / "nightly.yaml"
     nights.write_text(f"references: [{{config: {workspace.config}}}]\n")

@@ -64,6 +64,7 @@ def test_a_fork_without_changes_does_what_its_parent_did_and_shares_what_it_stor
     assert list(parent.store.list("runs/tiny-2/iterations")) == ["00000003.json", "00000004.json"]
 
 
+@pytest.mark.exhaustive
 def test_a_fork_with_changes_goes_its_own_way_and_names_its_parent(parent):
     forked = parent.fork("tiny-1", 2, "name=faster", "training.optimizer.learning_rate=5e-3", TRACKED)
     assert forked[4].weights_digest != parent.chain("tiny-1")[4].weights_digest

@@ -30,7 +30,7 @@ training: {backend: rehearsal}
 legs:
   max_failures: 0
   time_limit_minutes: 60
-  launcher: {kind: slurm, partition: low, exclusive: false, cpus_per_node: 2, memory_gigabytes: 2, signal_seconds: 20}
+  launcher: {kind: slurm, partition: low, exclusive: false, cpus_per_node: 2, memory_gigabytes: 2, signal_seconds: 100}
 checkpoint: {every: 5}
 """
 SLOW = """
@@ -85,8 +85,8 @@ class Site(Workspace):
         self.wait_until(lambda: any(m.leg == leg for m in self.chain(run_id)), f"leg {leg} of {run_id} commits", LONG_S)
 
     def end_soon(self, job: str) -> None:
-        """Set the end of a job's allocation to soon, so that its signal comes in a few seconds."""
-        self.slurm.command("scontrol", "update", f"JobId={job}", "EndTime=now+29")
+        """Set the end of a job's allocation to soon, so that its signal comes at once, with time enough to stop."""
+        self.slurm.command("scontrol", "update", f"JobId={job}", "EndTime=now+90")
 
     @contextlib.contextmanager
     def preempting(self, *options: str) -> Iterator[None]:
@@ -174,6 +174,7 @@ def test_a_run_survives_a_killed_flow_a_time_limit_and_a_preemption(site, unbrok
     assert not list((site.folder / "roll-data/work/chain-1/leg-1").glob("ray-*")), "the token of the leg's Ray is left"
 
 
+@pytest.mark.exhaustive
 def test_a_script_carries_a_run_without_a_flow_and_requeues_itself(site, unbroken):
     script = site.folder / "leg.sbatch"
     script.write_text(site.printed("sbatch", str(site.site)))
