@@ -33,7 +33,7 @@ def proxy(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faul
 @pytest.fixture
 def store(s3_server: S3Server, proxy: FaultyProxy) -> ObjectStore:
     """Store on the S3 server, behind the proxy."""
-    return ObjectStore(s3_server.new_store_uri(), retry_seconds=20)
+    return ObjectStore(s3_server.new_store_uri(), retry_seconds=60)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_store_that_has_worked_before_may_refuse_requests_for_a_while(store, p
     proxy.next_faults = [fault, fault]
     assert store.put(b"again", KIND) != ref
     proxy.next_faults = [fault]
-    assert ObjectStore(store.uri, retry_seconds=20).get(ref) == b"hello", "another object of the same store in this process"
+    assert ObjectStore(store.uri, retry_seconds=60).get(ref) == b"hello", "another object of the same store in this process"
 
 
 def test_a_store_that_keeps_refusing_is_reported_as_one_that_refuses(store, proxy):
@@ -108,7 +108,7 @@ def test_a_right_that_was_never_granted_is_refused_at_once(store, proxy):
 
 def test_an_endpoint_without_a_server_is_reported_before_a_run_starts(s3_server, monkeypatch):
     use_server(monkeypatch, {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"})
-    with pytest.raises(UserError, match="store.uri: .* did not answer .*Could not connect to the endpoint URL"):
+    with pytest.raises(UserError, match="store.uri: .* did not answer for 2 s"):
         ObjectStore(s3_server.new_store_uri(), retry_seconds=2).check_writable()
 
 
@@ -224,7 +224,7 @@ from roll_core.store.object_store import ObjectStore
 ObjectStore({store.uri!r}).put_file(Path({str(large_file)!r}), {KIND.value!r})
 """
     child = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
-    assert completion_requested.wait(60)
+    assert completion_requested.wait(patience(60))
     child.kill()
     child.wait()
     assert list(store.list("objects")) == []
@@ -303,7 +303,7 @@ def test_renewed_credentials_are_picked_up_when_the_old_ones_expire(s3_server, p
 
     write_credentials("old-key", "old-secret")
     proxy.fault_of = expired_if_signed_with_the_old_key
-    store = ObjectStore(s3_server.new_store_uri(), retry_seconds=20)
+    store = ObjectStore(s3_server.new_store_uri(), retry_seconds=60)
     assert store.get(store.put(b"hello", KIND)) == b"hello"
 
 
@@ -359,7 +359,7 @@ def test_an_outage_past_the_deadline_is_reported_in_one_sentence(own_server, lar
         with pytest.raises(StoreUnavailable, match=sentence) as failed:
             act()
         assert "\n" not in str(failed.value)
-        assert time.monotonic() - started < 8
+        assert time.monotonic() - started < patience(8)
     own_server.resume() if how == "pause" else own_server.start()
     assert patient.get(ref) == b"hello"
 
@@ -372,7 +372,7 @@ def test_a_server_that_stops_reading_a_request_is_not_waited_for_forever(own_ser
     started = time.monotonic()
     with pytest.raises(StoreUnavailable):
         store.put(large_file.read_bytes()[: PART_SIZE - 1], KIND)
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < patience(8)
     own_server.resume()
 
 

@@ -95,8 +95,9 @@ class SharedRay:
                     num_cpus=SHARED_DEVICES + 1,
                     resources=leg_resources(0, SHARED_DEVICES),
                     include_dashboard=False,
+                    include_log_monitor=False,  # it reads the logs of all past workers ten times a second
                     node_name=socket.gethostname(),
-                    _system_config={"worker_niceness": 0},
+                    _system_config={"worker_niceness": 0, "task_events_report_interval_ms": 0},
                 )
         return self._cluster.address
 

@@ -247,6 +247,7 @@ class S3Medium:
         """
         deadline = time.monotonic() + self._retry_seconds
         longest = attempt_seconds or min(ATTEMPT_SECONDS, max(SHORTEST_ATTEMPT_SECONDS, self._retry_seconds / 5))
+        refusal: Exception | None = None
         for attempt in itertools.count():
             try:
                 response = self._attempt(request, min(longest, deadline - time.monotonic()))
@@ -256,9 +257,10 @@ class S3Medium:
                 is_refusal = _is_refusal(error) and (self._uri, right) in _GRANTED
                 if not is_refusal and not _is_transient(error):
                     raise self._permanent_error(error) from None
+                refusal = error if is_refusal else refusal
                 delay = random.uniform(0.5, 1.0) * min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2**attempt)
                 if time.monotonic() + delay >= deadline:
-                    raise (self._permanent_error(error) if is_refusal else self._unavailable_error(error)) from None
+                    raise (self._unavailable_error(error) if refusal is None else self._permanent_error(refusal)) from None
                 if attempt == 0:
                     log.warning("%s does not answer (%s): trying again", self._uri, _reason(error))
                 if is_refusal or _code(error) in EXPIRED_CODES:
