@@ -88,6 +88,7 @@ def test_a_flow_run_of_another_server_keeps_its_lock(workspace, api):
     assert lock.exists()
 
 
+@pytest.mark.exhaustive
 def test_sigterm_says_how_to_go_on_and_leaves_no_running_flow_run(workspace):
     long = settings(*REHEARSED, "iterations=500", "inference.seconds_per_token=0.3")
     process = workspace.start("run", str(workspace.config), *long)

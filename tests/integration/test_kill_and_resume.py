@@ -71,6 +71,7 @@ def test_a_run_whose_leg_and_ray_are_killed_and_that_is_stopped_and_resumed_ends
     wait_until(lambda: statuses(workspace) == ["FINISHED"], "MLflow shows that the run finished")
 
 
+@pytest.mark.exhaustive
 def test_a_run_whose_uncommitted_rollouts_became_garbage_generates_them_again(workspace):
     """A trainer that dies in an update leaves rollouts that no manifest names, and a cached result that names them. They are
     in the spool, too, which is deleted here as if the next leg had another disk."""

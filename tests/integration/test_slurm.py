@@ -1,7 +1,8 @@
 """Runs on a real SLURM: allocations end, are preempted, fail and are cancelled, and the run ends equal to an unbroken one,
 to the bit. Nothing is left behind.
 
-Engines and trainer rehearse, so that an iteration takes about a second and a test can intervene.
+Engines and trainer rehearse, so that an iteration takes about a second and a test can intervene. Only the last iteration is
+evaluated: a leg that is told to stop leaves an evaluation at once, and its uncommitted update is made again.
 """
 
 import contextlib
@@ -32,6 +33,7 @@ legs:
   time_limit_minutes: 60
   launcher: {kind: slurm, partition: low, exclusive: false, cpus_per_node: 2, memory_gigabytes: 2, signal_seconds: 100}
 checkpoint: {every: 5}
+evaluation: {every: 12}
 """
 SLOW = """
 extends: site.yaml
