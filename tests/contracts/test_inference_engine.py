@@ -44,6 +44,7 @@ from roll_core.weights.buckets import pack, unpack
 from roll_core.weights.checks import SAMPLED_TENSORS, CheckRecorder
 from tests.contracts.routes import ROUTES, Delivery, Route
 from tests.micro_batches import cut
+from tests.support import patience
 
 NO_STOP: tuple[int, ...] = ()
 CPU = torch.device("cpu")
@@ -797,7 +798,7 @@ def test_a_step_that_fails_fails_every_request_it_held():
 
     async def all_failures() -> list[BaseException]:
         pending = [asyncio.create_task(engine.generate(request)) for request in make_requests(5)]
-        done, _ = await asyncio.wait(pending, timeout=10)
+        done, _ = await asyncio.wait(pending, timeout=patience(60))
         return [task.exception() for task in done]
 
     assert [type(error) for error in asyncio.run(all_failures())] == [ZeroDivisionError] * 5
